@@ -1,0 +1,122 @@
+package arch
+
+import (
+	"fmt"
+
+	"ninfer/internal/num"
+)
+
+// Profile names the kind of checkpoint an artifact of dialect L is made from.
+type Profile string
+
+// The two profiles: both have NVFP4 routed experts; the n-gram table is FP8 in the first and BF16 in the second.
+const (
+	Radixark Profile = "radixark"
+	Swift    Profile = "swift"
+)
+
+// Variant is a profile with the format options of convert. The zero value of an option keeps the checkpoint's format.
+type Variant struct {
+	Profile  Profile
+	FP8PLE   bool // re-encode the BF16 n-gram table as fp8_e4m3fn with one multiplier; swift only
+	FP8Proj  bool // projections as fp8_e4m3fn_row_bf16
+	NVFP4MTP bool // the drafter's experts as nvfp4
+}
+
+// ParseVariant reads the spellings of convert's options --source-profile, --ple-format, --projection-format and
+// --mtp-expert-format; an empty string is an absent option.
+func ParseVariant(profile, ple, projection, mtp string) (Variant, error) {
+	v := Variant{Profile: Profile(profile)}
+	switch v.Profile {
+	case Radixark, Swift:
+	case "":
+		v.Profile = Radixark
+	default:
+		return v, fmt.Errorf("source profile %q is unknown: use radixark or swift", profile)
+	}
+	switch {
+	case ple == "":
+	case ple != "bf16" && ple != "fp8_e4m3fn":
+		return v, fmt.Errorf("ple format %q is unknown: use fp8_e4m3fn", ple)
+	case v.Profile == Radixark:
+		return v, fmt.Errorf("ple format %s cannot be chosen with profile radixark: its table already is fp8_e4m3fn", ple)
+	default:
+		v.FP8PLE = ple == "fp8_e4m3fn"
+	}
+	switch projection {
+	case "", "bf16":
+	case "fp8_e4m3fn_row_bf16":
+		v.FP8Proj = true
+	default:
+		return v, fmt.Errorf("projection format %q is unknown: use bf16 or fp8_e4m3fn_row_bf16", projection)
+	}
+	switch mtp {
+	case "", "bf16":
+	case "nvfp4":
+		v.NVFP4MTP = true
+	default:
+		return v, fmt.Errorf("mtp expert format %q is unknown: use bf16 or nvfp4", mtp)
+	}
+	return v, nil
+}
+
+// suffix spells the options with the given separator, in the order fixed by the published names.
+func (v Variant) suffix(sep string) string {
+	var s string
+	if v.FP8PLE {
+		s += sep + "fp8ple"
+	}
+	if v.FP8Proj {
+		s += sep + "fp8proj"
+	}
+	if v.NVFP4MTP {
+		s += sep + "nvfp4mtp"
+	}
+	return s
+}
+
+// OutputName is the file name convert insists on, whatever the config (artifact.md 4.1.1).
+func (v Variant) OutputName() string {
+	base := "qwen3_8_flash_next_125b_a6b_nvfp4"
+	if v.Profile == Swift {
+		base = "swift_1_5_qwen3_8_flash_next_nvfp4"
+	}
+	return base + v.suffix("_") + ".ninfer"
+}
+
+// Recipe names how the artifact was made; it is recorded in the directory.
+func (v Variant) Recipe() string {
+	return RecipeID + "-" + string(v.Profile) + v.suffix("-")
+}
+
+// Repository is the published checkpoint of the profile.
+func (v Variant) Repository() string {
+	if v.Profile == Swift {
+		return "ukisai/Swift-1.5-Qwen3.8-Flash-Next-NVFP4"
+	}
+	return "RadixArk/Qwen3.8-Flash-Next-NVFP4"
+}
+
+// Names of the official model that reached disk.
+const (
+	ModelID   = "qwen3.8-flash-next-125b-a6b"
+	WeightsID = "nvfp4"
+	TargetKey = "qwen3_8_flash_next_125b_a6b"
+	RecipeID  = "qwen3_8_flash_next_125b_a6b_nvfp4-v3"
+)
+
+// TableFormat is the stored format of the n-gram table.
+func (v Variant) TableFormat() num.Format {
+	if v.Profile == Swift && !v.FP8PLE {
+		return num.BF16
+	}
+	return num.FP8
+}
+
+// tableDType is the table's dtype in the checkpoint.
+func (v Variant) tableDType() string {
+	if v.Profile == Swift {
+		return "BF16"
+	}
+	return "F8_E4M3"
+}
