@@ -233,6 +233,56 @@ func (g *Geometry) RowSpans(r0, r1 int) (RowSpans, error) {
 	}, nil
 }
 
+// RowBytes are the bytes of the rows [First, First+N) of a tensor, one slice
+// per plane, each of the length that RowSpans gives. They may be views of a
+// whole object (Geometry.RowBytes) or buffers of their own that are read from
+// or written to the spans (Geometry.NewRowBytes): tensors of many gigabytes
+// are encoded and checked in runs of rows.
+type RowBytes struct {
+	First, N            int
+	Codes, High, Scales []byte
+}
+
+// RowBytes gives views of rows [r0,r1) of an object. Errors are those of
+// RowSpans.
+func (g *Geometry) RowBytes(object []byte, r0, r1 int) (RowBytes, error) {
+	s, err := g.RowSpans(r0, r1)
+	if err != nil {
+		return RowBytes{}, err
+	}
+	if int64(len(object)) != g.Bytes {
+		return RowBytes{}, fmt.Errorf("object has %d bytes, its encoding needs %d", len(object), g.Bytes)
+	}
+	cut := func(s Span) []byte { return object[s.Off : s.Off+s.Len : s.Off+s.Len] }
+	return RowBytes{First: r0, N: r1 - r0, Codes: cut(s.Codes), High: cut(s.High), Scales: cut(s.Scales)}, nil
+}
+
+// NewRowBytes allocates buffers for rows [r0,r1). Errors are those of
+// RowSpans.
+func (g *Geometry) NewRowBytes(r0, r1 int) (RowBytes, error) {
+	s, err := g.RowSpans(r0, r1)
+	if err != nil {
+		return RowBytes{}, err
+	}
+	return RowBytes{
+		First: r0, N: r1 - r0,
+		Codes: make([]byte, s.Codes.Len), High: make([]byte, s.High.Len), Scales: make([]byte, s.Scales.Len),
+	}, nil
+}
+
+// must panics unless the slices have the lengths of their spans: a mismatch is
+// a mistake of the calling code, not of its data.
+func (g *Geometry) must(r RowBytes) {
+	s, err := g.RowSpans(r.First, r.First+r.N)
+	if err != nil {
+		panic("num: " + err.Error())
+	}
+	if int64(len(r.Codes)) != s.Codes.Len || int64(len(r.High)) != s.High.Len || int64(len(r.Scales)) != s.Scales.Len {
+		panic(fmt.Sprintf("num: rows [%d,%d) of %s have %d, %d, %d bytes, need %d, %d, %d", r.First, r.First+r.N,
+			g.Format, len(r.Codes), len(r.High), len(r.Scales), s.Codes.Len, s.High.Len, s.Scales.Len))
+	}
+}
+
 // Gaps gives the padding between the planes, which must be zero, in order.
 func (g *Geometry) Gaps() []Span {
 	var out []Span
@@ -255,4 +305,37 @@ func (g *Geometry) Gaps() []Span {
 // hold rows r, r+32, r+64 and r+96.
 func Swizzle(n, g, k int) int {
 	return (n/128*(k/64)+g/4)*512 + n%32*16 + n%128/32*4 + g%4
+}
+
+// unswizzle is the inverse of Swizzle.
+func unswizzle(off, k int) (n, g int) {
+	tile, in := off/512, off%512
+	return tile/(k/64)*128 + in%16/4*32 + in/16, tile%(k/64)*4 + in%4
+}
+
+// SwizzleScales writes the scale words of rows [r0, r0+rows) of an NVFP4
+// matrix of k columns to their places in dst, the matrix's whole scale plane.
+// src holds the words row-major, k/16 a row.
+func SwizzleScales(dst, src []byte, r0, rows, k int) {
+	groups := k / 16
+	for r := range rows {
+		line := dst[Swizzle(r0+r, 0, k):]
+		words := src[r*groups:][:groups]
+		for g := 0; g < groups; g += 4 {
+			copy(line[g*128:][:4], words[g:])
+		}
+	}
+}
+
+// UnswizzleScales is the inverse of SwizzleScales: it reads the words of rows
+// [r0, r0+rows) from the plane src into dst, row-major.
+func UnswizzleScales(dst, src []byte, r0, rows, k int) {
+	groups := k / 16
+	for r := range rows {
+		line := src[Swizzle(r0+r, 0, k):]
+		words := dst[r*groups:][:groups]
+		for g := 0; g < groups; g += 4 {
+			copy(words[g:g+4], line[g*128:])
+		}
+	}
 }

@@ -56,3 +56,57 @@ func packGroup(f Format, lanes []int8, base, high []byte) {
 		}
 	}
 }
+
+// UnpackCodes reads the codes of one row, one byte per column: the two's
+// complement value for q4 to q8, u in 0..15 for u4z8 (zero point not taken
+// off), the E2M1 code in 0..15 for NVFP4, the E4M3FN word for FP8 formats.
+// codes and high are the row's bytes in those planes; len(dst) is the number of
+// columns. It panics for formats without codes.
+func UnpackCodes(f Format, dst []int8, codes, high []byte) {
+	switch f {
+	case Q4G64, Q5G64, Q6G64, Q8G32:
+		var lanes [64]int8
+		group, hb := f.Group(), highBytes(f)
+		for g := 0; len(dst) > 0; g++ {
+			unpackGroup(f, lanes[:group], codes[32*g:][:32], high[hb*g:][:hb])
+			dst = dst[copy(dst, lanes[:group]):]
+		}
+	case NVFP4, U4Z8G16:
+		for i := range dst {
+			dst[i] = int8(codes[i/2] >> (i % 2 * 4) & 15)
+		}
+	case FP8, FP8RowBF16, FP8RowFP32:
+		for i := range dst {
+			dst[i] = int8(codes[i])
+		}
+	default:
+		panic("num: format " + f.String() + " has no codes")
+	}
+}
+
+// PackCodes is the inverse of UnpackCodes. Codes that do not fit are cut to
+// the format's bits. The padding lanes of grouped formats become zero.
+func PackCodes(f Format, src []int8, codes, high []byte) {
+	switch f {
+	case Q4G64, Q5G64, Q6G64, Q8G32:
+		var lanes [64]int8
+		group, hb := f.Group(), highBytes(f)
+		for g := range len(codes) / 32 {
+			n := copy(lanes[:group], src)
+			clear(lanes[n:])
+			src = src[n:]
+			packGroup(f, lanes[:group], codes[32*g:][:32], high[hb*g:][:hb])
+		}
+	case NVFP4, U4Z8G16:
+		clear(codes)
+		for i, c := range src {
+			codes[i/2] |= byte(c) & 15 << (i % 2 * 4)
+		}
+	case FP8, FP8RowBF16, FP8RowFP32:
+		for i, c := range src {
+			codes[i] = byte(c)
+		}
+	default:
+		panic("num: format " + f.String() + " has no codes")
+	}
+}

@@ -1,0 +1,150 @@
+package num
+
+import (
+	"encoding/binary"
+	"fmt"
+	"math"
+)
+
+// HasEncoder tells whether EncodeRows makes the format from BF16 values. NVFP4
+// is made a matrix at a time by EncodeNVFP4, an FP8 table by FP8Table; the
+// formats left are only ever copied.
+func HasEncoder(f Format) bool {
+	switch f {
+	case BF16, FP32, Q4G64, Q5G64, Q6G64, Q8G32, FP8RowBF16:
+		return true
+	}
+	return false
+}
+
+// EncodeRows encodes rows [dst.First, dst.First+dst.N) of a matrix. src holds
+// exactly these rows as little-endian BF16, row-major; dst need not be clear.
+// BF16 copies the words and FP32 widens them, NaN included; the quantizing
+// formats fail on a source value that is not finite, naming row and column,
+// and leave dst in an undefined state. Rows are independent of each other, so
+// any division into runs gives the same bytes. It panics if the format has no
+// encoder (HasEncoder) or if lengths do not agree.
+func (g *Geometry) EncodeRows(dst RowBytes, src []byte) error {
+	g.must(dst)
+	if len(src) != 2*dst.N*g.Cols {
+		panic(fmt.Sprintf("num: %d source bytes for %d rows of %d bf16 words", len(src), dst.N, g.Cols))
+	}
+	switch g.Format {
+	case BF16:
+		copy(dst.Codes, src)
+		return nil
+	case FP32:
+		clear(dst.Codes)
+		for i := range len(src) / 2 {
+			copy(dst.Codes[4*i+2:], src[2*i:2*i+2])
+		}
+		return nil
+	}
+	for i := range dst.N {
+		row := src[2*i*g.Cols:][:2*g.Cols]
+		if c := bf16NotFinite(row); c >= 0 {
+			return notFinite(dst.First+i, c, row)
+		}
+		switch g.Format {
+		case Q4G64, Q5G64, Q6G64, Q8G32:
+			codes := dst.Codes[i*int(g.Codes.Stride):][:g.Codes.Stride]
+			high := dst.High[i*int(g.High.Stride):][:g.High.Stride]
+			scales := dst.Scales[i*int(g.Scales.Stride):][:g.Scales.Stride]
+			if c := encodeGroupedRow(g.Format, codes, high, scales, row); c >= 0 {
+				return fmt.Errorf("row %d column %d: group needs a scale beyond binary16", dst.First+i, c)
+			}
+		case FP8RowBF16:
+			scale, ok := encodeFP8Row(dst.Codes[i*g.Cols:][:g.Cols], row)
+			if !ok {
+				return fmt.Errorf("row %d: values are so small that the reciprocal of their scale 0x%04x is not finite", dst.First+i, scale)
+			}
+			binary.LittleEndian.PutUint16(dst.Scales[2*i:], scale)
+		default:
+			panic("num: no encoder for format " + g.Format.String())
+		}
+	}
+	return nil
+}
+
+func notFinite(row, col int, src []byte) error {
+	return fmt.Errorf("row %d column %d: source value %v is not finite", row, col, bf16At(src, col))
+}
+
+func bf16At(src []byte, i int) float32 { return FromBF16(binary.LittleEndian.Uint16(src[2*i:])) }
+
+// bf16NotFinite is the index of the first BF16 word that is infinite or NaN,
+// -1 if there is none.
+func bf16NotFinite(src []byte) int {
+	for i := range len(src) / 2 {
+		if src[2*i+1]&0x7f == 0x7f && src[2*i]&0x80 != 0 {
+			return i
+		}
+	}
+	return -1
+}
+
+// bf16MaxAbs is the largest magnitude of finite BF16 words: their order is
+// that of their bits without the sign.
+func bf16MaxAbs(src []byte) float32 {
+	m := uint16(0)
+	for i := range len(src) / 2 {
+		m = max(m, binary.LittleEndian.Uint16(src[2*i:])&0x7fff)
+	}
+	return FromBF16(m)
+}
+
+// encodeGroupedRow is the grouped absmax encoder of specification 2.3 for one
+// row of finite values. It returns the first column of a group whose scale
+// overflows, else -1.
+func encodeGroupedRow(f Format, codes, high, scales, src []byte) int {
+	var lanes [64]int8
+	group := f.Group()
+	hb := highBytes(f)
+	qmax := float64(int(1)<<(f.codeBits()-1) - 1)
+	qmin := -qmax - 1
+	if f == Q8G32 {
+		qmin = -qmax
+	}
+	for g := range len(scales) / 2 {
+		clear(lanes[:])
+		first := 2 * g * group
+		part := src[min(first, len(src)):min(first+2*group, len(src))]
+		amax := bf16MaxAbs(part)
+		scale := uint16(0)
+		if amax > 0 {
+			scale = max(ToF16(float32(float64(amax)/qmax)), 1)
+			if scale >= 0x7c00 {
+				return g * group
+			}
+			inv := float32(1 / float64(FromF16(scale)))
+			for i := range len(part) / 2 {
+				y := float32(bf16At(part, i) * inv)
+				lanes[i] = int8(max(qmin, min(qmax, math.RoundToEven(float64(y)))))
+			}
+		}
+		binary.LittleEndian.PutUint16(scales[2*g:], scale)
+		packGroup(f, lanes[:group], codes[32*g:][:32], high[hb*g:][:hb])
+	}
+	return -1
+}
+
+// encodeFP8Row is the row encoder of specification 2.5 for one row of finite
+// values; it returns the scale word, and false where its reciprocal overflows
+// (then no product would be finite). The scale is the nearest BF16 word and may
+// be too small, so that the largest values saturate: that is intended.
+func encodeFP8Row(codes, src []byte) (uint16, bool) {
+	amax := bf16MaxAbs(src)
+	if amax == 0 {
+		clear(codes)
+		return 0, true
+	}
+	scale := max(ToBF16(float32(float64(amax)/MaxE4M3)), 1)
+	q := float32(1 / float64(FromBF16(scale)))
+	if !positive(q) {
+		return scale, false
+	}
+	for i := range codes {
+		codes[i] = ToE4M3(float32(bf16At(src, i) * q))
+	}
+	return scale, true
+}
