@@ -225,6 +225,9 @@ func (c *Config) parse() error {
 	if t.OutputGateType == "" {
 		t.OutputGateType = t.HiddenAct
 	}
+	if err := c.checkAgreement(); err != nil {
+		return err
+	}
 	t.PartialRotary = 0.25
 	if p := t.RopeParameters.PartialRotary; p != nil {
 		t.PartialRotary = *p
@@ -241,6 +244,40 @@ func (c *Config) parse() error {
 		}
 	}
 	return c.check()
+}
+
+// checkAgreement compares members that say the same thing twice, where both are present.
+func (c *Config) checkAgreement() error {
+	var twice struct {
+		Interval *int `json:"full_attention_interval"`
+		MTP      *struct {
+			Layers     *int     `json:"num_hidden_layers"`
+			LayerTypes []string `json:"layer_types"`
+		} `json:"mtp"`
+	}
+	if err := json.Unmarshal(c.TextSource, &twice); err != nil {
+		return fmt.Errorf("text_config: %w", err)
+	}
+	t := &c.Text
+	if twice.Interval != nil && *twice.Interval > 0 {
+		for i, kind := range t.LayerTypes {
+			if full := kind != "linear_attention"; full != ((i+1)%*twice.Interval == 0) {
+				return fmt.Errorf("full_attention_interval is %d, but layer_types[%d] is %s: unsupported or inconsistent value", *twice.Interval, i, kind)
+			}
+		}
+	}
+	if p, q := t.RopeParameters.PartialRotary, t.TopPartialRotary; p != nil && q != nil && *p != *q {
+		return fmt.Errorf("partial_rotary_factor is %v, but rope_parameters has %v: unsupported or inconsistent value", *q, *p)
+	}
+	if m := twice.MTP; m != nil {
+		if m.Layers != nil && *m.Layers != t.MTPLayers {
+			return fmt.Errorf("mtp.num_hidden_layers is %d, but mtp_num_hidden_layers is %d: unsupported or inconsistent value", *m.Layers, t.MTPLayers)
+		}
+		if len(m.LayerTypes) > 0 && (len(m.LayerTypes) != 1 || m.LayerTypes[0] == "linear_attention") {
+			return fmt.Errorf("mtp.layer_types is %q, need one full_attention: unsupported or inconsistent value", m.LayerTypes)
+		}
+	}
+	return nil
 }
 
 // limit is one requirement on an integer member.

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"slices"
 	"strconv"
+	"strings"
 
 	"ninfer/internal/num"
 )
@@ -305,14 +306,6 @@ func SourceTensors(specs []Spec) []SourceTensor {
 			out = append(out, t)
 		}
 	}
-	slices.SortFunc(out, func(a, b SourceTensor) int {
-		switch {
-		case a.Name < b.Name:
-			return -1
-		case a.Name > b.Name:
-			return 1
-		}
-		return 0
-	})
+	slices.SortFunc(out, func(a, b SourceTensor) int { return strings.Compare(a.Name, b.Name) })
 	return slices.CompactFunc(out, func(a, b SourceTensor) bool { return a.Name == b.Name })
 }

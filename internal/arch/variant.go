@@ -1,6 +1,8 @@
 package arch
 
 import (
+	"encoding/json/v2"
+	"errors"
 	"fmt"
 
 	"ninfer/internal/num"
@@ -119,4 +121,31 @@ func (v Variant) tableDType() string {
 		return "BF16"
 	}
 	return "F8_E4M3"
+}
+
+// CheckProfile refuses a config whose checkpoint is not of the variant's profile: how the experts are quantized and which dtype
+// the n-gram table has. Errors name the member.
+func (c *Config) CheckProfile(v Variant) error {
+	if c.Quantization.Kind() != '{' {
+		return errors.New("config.json: quantization_config is not an object")
+	}
+	var q struct {
+		Method string `json:"quant_method"`
+		Algo   string `json:"quant_algo"`
+	}
+	if err := json.Unmarshal(c.Quantization, &q); err != nil {
+		return fmt.Errorf("config.json: quantization_config: %w", err)
+	}
+	dtype := c.Text.PLEEmbedDType
+	switch {
+	case q.Method != "modelopt":
+		return fmt.Errorf("config.json: quant_method is %q, need \"modelopt\"", q.Method)
+	case q.Algo != "NVFP4":
+		return fmt.Errorf("config.json: quant_algo is %q, need \"NVFP4\"", q.Algo)
+	case v.Profile == Radixark && dtype != "float8_e4m3fn":
+		return fmt.Errorf("config.json: ple_embedding_dtype is %q, need \"float8_e4m3fn\" for profile radixark", dtype)
+	case v.Profile == Swift && dtype != "" && dtype != "bfloat16":
+		return fmt.Errorf("config.json: ple_embedding_dtype is %q, need \"bfloat16\" or none for profile swift", dtype)
+	}
+	return nil
 }
