@@ -1,0 +1,99 @@
+// Package mmap maps whole files read-only and advises the system how they
+// will be read.
+//
+// The caller must keep the File open while any slice of Bytes is in use:
+// reading the bytes after Close faults the process. Truncating a file while it
+// is mapped does so too; artifacts are therefore written under another name
+// and renamed. Bytes and Advise may be used from many goroutines; Close must
+// come after all of them.
+package mmap
+
+import (
+	"fmt"
+	"math"
+	"os"
+)
+
+// Advice says how a part of a file will be read.
+type Advice uint8
+
+// The kinds of advice.
+const (
+	Random     Advice = iota // single rows anywhere: do not read ahead
+	Sequential               // once from front to back: read ahead far
+	WillNeed                 // soon: begin to read it now
+)
+
+// File is a read-only mapping of a whole file.
+type File struct {
+	path string
+	data []byte
+}
+
+// Open maps the file read-only. An empty file is legal and has no bytes. It
+// fails on what is not a regular file.
+func Open(path string) (*File, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("mmap: %w", err)
+	}
+	defer f.Close() // the mapping keeps the file's contents alive
+	st, err := f.Stat()
+	if err != nil {
+		return nil, fmt.Errorf("mmap: %w", err)
+	}
+	if !st.Mode().IsRegular() {
+		return nil, fmt.Errorf("mmap: %s: not a regular file", path)
+	}
+	size := st.Size()
+	if size > math.MaxInt {
+		return nil, fmt.Errorf("mmap: %s: %d bytes are not addressable", path, size)
+	}
+	m := &File{path: path}
+	if size == 0 {
+		return m, nil
+	}
+	if m.data, err = mapFile(f, int(size)); err != nil {
+		return nil, fmt.Errorf("mmap: %s: %w", path, err)
+	}
+	return m, nil
+}
+
+// Bytes are the contents of the file. Writing to them faults the process.
+func (f *File) Bytes() []byte { return f.data }
+
+// Close removes the mapping; further calls do nothing.
+func (f *File) Close() error {
+	data := f.data
+	f.data = nil
+	if data == nil {
+		return nil
+	}
+	if err := unmapFile(data); err != nil {
+		return fmt.Errorf("mmap: %s: %w", f.path, err)
+	}
+	return nil
+}
+
+// Advise tells the system how the n bytes from off on will be read. It never
+// changes what is read. It fails if the range is not inside the file or the
+// system refuses; systems without a matching call ignore the advice.
+func (f *File) Advise(off, n int64, a Advice) error {
+	size := int64(len(f.data))
+	if off < 0 || n < 0 || off > size || n > size-off {
+		return fmt.Errorf("mmap: %s: advice on %d bytes at %d, file has %d", f.path, n, off, size)
+	}
+	if a > WillNeed {
+		return fmt.Errorf("mmap: %s: unknown advice %d", f.path, a)
+	}
+	if n == 0 {
+		return nil
+	}
+	// The system wants the start on a page border. The mapping begins on one,
+	// and pages are what os says they are.
+	start := off &^ int64(os.Getpagesize()-1)
+	if err := advise(f.data[start:off+n], a); err != nil {
+		return fmt.Errorf("mmap: %s: advise: %w", f.path, err)
+	}
+	return nil
+}

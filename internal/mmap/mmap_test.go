@@ -1,0 +1,103 @@
+package mmap
+
+import (
+	"bytes"
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+func write(t *testing.T, content []byte) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "file")
+	if err := os.WriteFile(path, content, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func TestOpen(t *testing.T) {
+	page := os.Getpagesize()
+	for _, size := range []int{0, 1, page - 1, page, 3*page + 7} {
+		content := make([]byte, size)
+		for i := range content {
+			content[i] = byte(i*7 + i/page)
+		}
+		f, err := Open(write(t, content))
+		if err != nil {
+			t.Fatalf("%d bytes: %v", size, err)
+		}
+		if !bytes.Equal(f.Bytes(), content) {
+			t.Errorf("%d bytes: contents differ", size)
+		}
+		for _, a := range []Advice{Random, Sequential, WillNeed} {
+			for off := int64(0); off <= int64(size); off += 1 + int64(size)/3 {
+				if err := f.Advise(off, int64(size)-off, a); err != nil {
+					t.Errorf("%d bytes: advice %d at %d: %v", size, a, off, err)
+				}
+			}
+		}
+		if !bytes.Equal(f.Bytes(), content) {
+			t.Errorf("%d bytes: contents differ after advice", size)
+		}
+		for range 2 {
+			if err := f.Close(); err != nil {
+				t.Errorf("%d bytes: close: %v", size, err)
+			}
+		}
+		if f.Bytes() != nil {
+			t.Errorf("%d bytes: bytes after close", size)
+		}
+	}
+}
+
+func TestAdviseErrors(t *testing.T) {
+	f, err := Open(write(t, make([]byte, 100)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	const maxInt64 = 1<<63 - 1
+	for _, r := range [][2]int64{{-1, 1}, {0, -1}, {101, 0}, {0, 101}, {50, 51}, {1, maxInt64}, {maxInt64, maxInt64}} {
+		if err := f.Advise(r[0], r[1], Random); err == nil {
+			t.Errorf("advice on %d bytes at %d of 100 accepted", r[1], r[0])
+		}
+	}
+	if err := f.Advise(0, 1, WillNeed+1); err == nil {
+		t.Error("unknown advice accepted")
+	}
+	if err := f.Advise(100, 0, Random); err != nil {
+		t.Errorf("empty range at the end: %v", err)
+	}
+}
+
+func TestOpenErrors(t *testing.T) {
+	dir := t.TempDir()
+	if _, err := Open(filepath.Join(dir, "absent")); !errors.Is(err, fs.ErrNotExist) || !strings.Contains(err.Error(), "absent") {
+		t.Errorf("absent file: %v", err)
+	}
+	if _, err := Open(dir); err == nil || !strings.Contains(err.Error(), dir) {
+		t.Errorf("folder: %v", err)
+	}
+}
+
+// The mapping is of the file, not of the name: replacing a file by renaming,
+// as writers of artifacts do, leaves open mappings as they were.
+func TestReplaceWhileMapped(t *testing.T) {
+	path := write(t, []byte("before"))
+	f, err := Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	next := write(t, []byte("after!"))
+	if err := os.Rename(next, path); err != nil {
+		t.Skipf("this system cannot replace a mapped file: %v", err)
+	}
+	if got := string(f.Bytes()); got != "before" {
+		t.Errorf("got %q, want %q", got, "before")
+	}
+}

@@ -1,0 +1,27 @@
+//go:build unix
+
+package mmap
+
+import (
+	"os"
+
+	"golang.org/x/sys/unix"
+)
+
+func mapFile(f *os.File, size int) ([]byte, error) {
+	// Shared, so that all processes that read an artifact use one page cache.
+	return unix.Mmap(int(f.Fd()), 0, size, unix.PROT_READ, unix.MAP_SHARED)
+}
+
+func unmapFile(data []byte) error { return unix.Munmap(data) }
+
+func advise(data []byte, a Advice) error {
+	how := unix.MADV_RANDOM
+	switch a {
+	case Sequential:
+		how = unix.MADV_SEQUENTIAL
+	case WillNeed:
+		how = unix.MADV_WILLNEED
+	}
+	return unix.Madvise(data, how)
+}
