@@ -1,0 +1,427 @@
+// Package cpu runs programs on the processor.
+//
+// It holds the oracle: for every operation a version so plain that reading it convinces, in float64, either exact (no
+// intermediate rounding) or stored (values rounded to BF16 exactly where a kernel stores them). Every faster implementation,
+// here and on the GPU, is compared with it.
+//
+// A device belongs to one goroutine; inside a launch it uses all cores. Results do not depend on their number: every output
+// element is computed by one goroutine in a fixed order.
+package cpu
+
+import (
+	"fmt"
+
+	"ninfer/internal/backend"
+)
+
+// Options size a device.
+type Options struct {
+	States []backend.State // the image, as the model declares it
+	Lanes  int
+	Saved  int // saved images
+	Tokens int // most tokens of an image
+	Verify int // most rows of one lane in a Verify pass
+	Carry  int // most rows a launch can leave carried: at least the largest prefill chunk when a drafter runs
+	Stored bool
+}
+
+// value is the element type of an implementation: the oracle computes in float64, the fast path in float32.
+type value interface{ float32 | float64 }
+
+// operations is one implementation of the operations on a machine.
+type operations[T value] interface {
+	run(p *pass[T], op backend.Op) error
+}
+
+// machine is the part of a device that all implementations share: images, records, the walk through a program.
+type machine[T value] struct {
+	opt    Options
+	ops    operations[T]
+	lanes  []*image[T]
+	saved  []*image[T]
+	seq    backend.Seq
+	result backend.Result
+	closed bool
+}
+
+// image is one sequence's state at its committed length, and the records of a pass that may still be cut.
+type image[T value] struct {
+	length  int // tokens committed by the target
+	carried int // rows waiting for the drafter
+	states  [][]T
+
+	// A Verify pass leaves what each Fixed state is after each of its rows in records[row][state].
+	records [][][]T
+	rows    int      // rows recorded and not yet folded
+	keep    int      // of them, how many the commit keeps
+	chained int      // draft rows appended beyond the drafter's length since the last target pass
+	chain   []T      // the streams after the last draft row
+	stood   [3]int32 // and the position of that row
+}
+
+func newMachine[T value](opt Options, ops operations[T]) *machine[T] {
+	m := &machine[T]{opt: opt, ops: ops}
+	for range opt.Lanes {
+		m.lanes = append(m.lanes, m.newImage(true))
+	}
+	for range opt.Saved {
+		m.saved = append(m.saved, m.newImage(false))
+	}
+	return m
+}
+
+func (m *machine[T]) newImage(lane bool) *image[T] {
+	img := &image[T]{}
+	for i := range m.opt.States {
+		img.states = append(img.states, make([]T, m.stateSize(backend.StateID(i))))
+	}
+	m.empty(img)
+	if lane {
+		for range m.opt.Verify {
+			var rec [][]T
+			for i, s := range m.opt.States {
+				var r []T
+				if s.Kind == backend.Fixed {
+					r = make([]T, m.stateSize(backend.StateID(i)))
+				}
+				rec = append(rec, r)
+			}
+			img.records = append(img.records, rec)
+		}
+	}
+	return img
+}
+
+// stateSize is the number of values a state has room for.
+func (m *machine[T]) stateSize(id backend.StateID) int {
+	s := m.opt.States[id]
+	switch s.Kind {
+	case backend.PerToken:
+		return m.opt.Tokens * s.Width
+	case backend.PerBlock:
+		return (m.opt.Tokens / s.Ratio) * s.Width
+	case backend.Carried:
+		return m.opt.Carry * s.Width
+	default:
+		return s.Rows * s.Width
+	}
+}
+
+// live is the number of values of a state that mean something at the image's length.
+func (m *machine[T]) live(img *image[T], id backend.StateID) int {
+	s := m.opt.States[id]
+	n := img.length
+	if s.Clock == backend.Drafter {
+		n -= img.carried
+	}
+	switch {
+	case s.Kind == backend.PerToken:
+		return n * s.Width
+	case s.Kind == backend.PerBlock:
+		return n / s.Ratio * s.Width
+	case s.Kind == backend.Carried:
+		return img.carried * s.Width
+	default:
+		return s.Rows * s.Width
+	}
+}
+
+// flush folds the kept records into the image and forgets drafts.
+func (img *image[T]) flush() {
+	if img.keep > 0 {
+		for id, r := range img.records[img.keep-1] {
+			if r != nil {
+				img.states[id], img.records[img.keep-1][id] = r, img.states[id]
+			}
+		}
+	}
+	img.rows, img.keep, img.chained = 0, 0, 0
+}
+
+// step is a compiled program: the list itself, and room for its activations.
+type step[T value] struct {
+	program *backend.Program
+	bufs    [][]T
+	ready   map[backend.Buf]bool
+}
+
+func (s *step[T]) Pass() backend.Pass { return s.program.Pass }
+
+func (m *machine[T]) Compile(p *backend.Program) (backend.Step, error) {
+	if p.Pass.Rows < 1 || p.Pass.Lanes < 1 {
+		return nil, fmt.Errorf("cpu: compile %v: no rows", p.Pass.Kind)
+	}
+	s := &step[T]{program: p}
+	for _, b := range p.Bufs {
+		s.bufs = append(s.bufs, make([]T, p.Pass.Rows*b.Width))
+	}
+	return s, nil
+}
+
+// row is one row of a launch: which lane's, which token, where in its sequence.
+type row struct {
+	lane     int // index into pass.lanes
+	index    int // among the lane's rows
+	at       int // index in its sequence, on the clock of the pass
+	token    int32
+	position [3]int32
+}
+
+// lane is one lane's part of a launch.
+type lane[T value] struct {
+	img   *image[T]
+	in    *backend.LaneRows
+	first int // its first row
+	base  int // length before the launch, on the clock of the pass
+}
+
+// pass is a launch in progress.
+type pass[T value] struct {
+	m       *machine[T]
+	step    *step[T]
+	kind    backend.Kind
+	lanes   []lane[T]
+	rows    []row
+	pending map[backend.Buf]backend.Buf // streams with an injection waiting: X to Y
+	result  *backend.Result
+}
+
+// buf returns the activation b of the rows of the pass, and its width.
+func (p *pass[T]) buf(b backend.Buf) ([]T, int) {
+	w := p.step.program.Bufs[b].Width
+	return p.step.bufs[b][:len(p.rows)*w], w
+}
+
+// fixed returns a Fixed state before and after row r of its lane. Outside a Verify pass both are the same memory.
+func (p *pass[T]) fixed(id backend.StateID, r row) (before, after []T) {
+	img := p.lanes[r.lane].img
+	if p.kind != backend.Verify {
+		return img.states[id], img.states[id]
+	}
+	before = img.states[id]
+	if r.index > 0 {
+		before = img.records[r.index-1][id]
+	}
+	return before, img.records[r.index][id]
+}
+
+// state returns a PerToken or PerBlock plane, or the carried rows, of row r's lane.
+func (p *pass[T]) state(id backend.StateID, r row) []T { return p.lanes[r.lane].img.states[id] }
+
+func (m *machine[T]) Launch(st backend.Step, c *backend.Control) (backend.Seq, error) {
+	s, ok := st.(*step[T])
+	if !ok || m.closed {
+		return 0, fmt.Errorf("cpu: launch: step of another device, or device closed")
+	}
+	p := &pass[T]{m: m, step: s, kind: s.program.Pass.Kind, pending: map[backend.Buf]backend.Buf{}, result: &backend.Result{}}
+	if err := p.begin(c); err != nil {
+		return 0, fmt.Errorf("cpu: launch %v: %w", p.kind, err)
+	}
+	for _, op := range s.program.Ops {
+		if err := m.ops.run(p, op); err != nil {
+			return 0, fmt.Errorf("cpu: %v: %v: %w", p.kind, op, err)
+		}
+	}
+	p.end()
+	m.seq++
+	m.result = *p.result
+	return m.seq, nil
+}
+
+// begin checks the control block and lays out the rows.
+func (p *pass[T]) begin(c *backend.Control) error {
+	drafting := p.kind == backend.Draft || p.kind == backend.Seed
+	if len(c.Lanes) == 0 || len(c.Lanes) > p.step.program.Pass.Lanes {
+		return fmt.Errorf("%d lanes for a step of %d", len(c.Lanes), p.step.program.Pass.Lanes)
+	}
+	used := map[int]bool{}
+	for i := range c.Lanes {
+		in := &c.Lanes[i]
+		n := len(in.Tokens)
+		if in.Lane < 0 || in.Lane >= len(p.m.lanes) || used[in.Lane] {
+			return fmt.Errorf("lane %d given twice or outside 0..%d", in.Lane, len(p.m.lanes)-1)
+		}
+		used[in.Lane] = true
+		img := p.m.lanes[in.Lane]
+		if n == 0 || !drafting && len(in.Positions) != n || len(p.rows)+n > p.step.program.Pass.Rows {
+			return fmt.Errorf("lane %d: %d tokens, %d positions, room for %d rows", in.Lane, n, len(in.Positions), p.step.program.Pass.Rows-len(p.rows))
+		}
+		if p.kind == backend.Verify && n > p.m.opt.Verify {
+			return fmt.Errorf("lane %d: %d rows to verify, room for %d", in.Lane, n, p.m.opt.Verify)
+		}
+		if !drafting {
+			img.flush()
+		}
+		base := img.length
+		if drafting {
+			base = img.length - img.carried + img.chained
+			switch {
+			case in.Chain && (n != 1 || img.chained == 0 && img.chain == nil):
+				return fmt.Errorf("lane %d: a chained draft has one row and follows a draft", in.Lane)
+			case !in.Chain && n > img.carried:
+				return fmt.Errorf("lane %d: %d rows, %d carried", in.Lane, n, img.carried)
+			}
+		}
+		if base+n > p.m.opt.Tokens {
+			return fmt.Errorf("lane %d: %d tokens do not fit an image of %d", in.Lane, base+n, p.m.opt.Tokens)
+		}
+		var carried []T
+		if drafting {
+			carried = img.states[p.stem().Positions]
+		}
+		p.lanes = append(p.lanes, lane[T]{img: img, in: in, first: len(p.rows), base: base})
+		for j, t := range in.Tokens {
+			r := row{lane: i, index: j, at: base + j, token: t}
+			switch {
+			case !drafting:
+				r.position = in.Positions[j]
+			case in.Chain:
+				r.position = [3]int32{img.stood[0] + 1, img.stood[1] + 1, img.stood[2] + 1}
+			default:
+				for a := range r.position {
+					r.position[a] = int32(carried[3*j+a])
+				}
+			}
+			p.rows = append(p.rows, r)
+		}
+	}
+	return nil
+}
+
+// end moves the lengths.
+func (p *pass[T]) end() {
+	for i := range p.lanes {
+		img, n := p.lanes[i].img, len(p.lanes[i].in.Tokens)
+		switch p.kind {
+		case backend.Draft, backend.Seed:
+			img.stood = p.rows[p.lanes[i].first+n-1].position
+			if p.lanes[i].in.Chain {
+				img.chained++
+				break
+			}
+			for id, s := range p.m.opt.States {
+				if s.Kind == backend.Carried {
+					copy(img.states[id], img.states[id][n*s.Width:img.carried*s.Width])
+				}
+			}
+			img.carried -= n
+		default:
+			img.length += n
+			if p.carries() {
+				img.carried += n
+			}
+			if p.kind == backend.Verify {
+				img.rows, img.keep = n, n
+			}
+		}
+	}
+}
+
+// stem is the operation that starts a drafter's pass.
+func (p *pass[T]) stem() backend.Stem {
+	for _, op := range p.step.program.Ops {
+		if s, ok := op.(backend.Stem); ok {
+			return s
+		}
+	}
+	panic("cpu: drafter's pass without a stem")
+}
+
+// carries reports whether the program leaves carried rows.
+func (p *pass[T]) carries() bool {
+	for _, op := range p.step.program.Ops {
+		if _, ok := op.(backend.Carry); ok {
+			return true
+		}
+	}
+	return false
+}
+
+func (m *machine[T]) Wait(s backend.Seq) (backend.Result, error) {
+	if s != m.seq {
+		return backend.Result{}, fmt.Errorf("cpu: wait for launch %d, last is %d", s, m.seq)
+	}
+	return m.result, nil
+}
+
+func (m *machine[T]) Commit(lane, n int) error {
+	if lane < 0 || lane >= len(m.lanes) {
+		return fmt.Errorf("cpu: commit: no lane %d", lane)
+	}
+	img := m.lanes[lane]
+	if n < 0 || n > img.keep {
+		return fmt.Errorf("cpu: commit %d rows of lane %d: %d are pending", n, lane, img.keep)
+	}
+	cut := img.keep - n
+	img.length -= cut
+	img.carried = max(0, img.carried-cut)
+	img.keep = n
+	return nil
+}
+
+func (m *machine[T]) find(i backend.Image) (*image[T], error) {
+	set := m.lanes
+	if i.Saved {
+		set = m.saved
+	}
+	if i.Index < 0 || i.Index >= len(set) {
+		return nil, fmt.Errorf("cpu: no image %+v", i)
+	}
+	return set[i.Index], nil
+}
+
+func (m *machine[T]) Reset(i backend.Image) error {
+	img, err := m.find(i)
+	if err != nil {
+		return err
+	}
+	img.length, img.carried, img.rows, img.keep, img.chained = 0, 0, 0, 0, 0
+	m.empty(img)
+	return nil
+}
+
+// empty gives the Fixed states their initial values.
+func (m *machine[T]) empty(img *image[T]) {
+	for id, s := range m.opt.States {
+		if s.Kind == backend.Fixed {
+			for i := range img.states[id] {
+				img.states[id][i] = T(s.Initial)
+			}
+		}
+	}
+}
+
+func (m *machine[T]) Move(dst, src backend.Image) error {
+	d, err := m.find(dst)
+	if err != nil {
+		return err
+	}
+	s, err := m.find(src)
+	if err != nil {
+		return err
+	}
+	s.flush()
+	d.flush()
+	if d == s {
+		return nil
+	}
+	d.length, d.carried = s.length, s.carried
+	for id := range m.opt.States {
+		n := m.live(s, backend.StateID(id))
+		copy(d.states[id][:n], s.states[id][:n])
+	}
+	return nil
+}
+
+func (m *machine[T]) Lengths(i backend.Image) backend.Lengths {
+	img, err := m.find(i)
+	if err != nil {
+		return backend.Lengths{}
+	}
+	return backend.Lengths{Target: img.length, Drafter: img.length - img.carried}
+}
+
+func (m *machine[T]) Close() error {
+	m.closed, m.lanes, m.saved = true, nil, nil
+	return nil
+}

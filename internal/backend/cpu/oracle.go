@@ -1,0 +1,329 @@
+package cpu
+
+import (
+	"fmt"
+	"math"
+
+	"ninfer/internal/backend"
+	"ninfer/internal/num"
+)
+
+// NewOracle returns a device that computes every operation in float64, in the order of its formula. With Options.Stored values are
+// rounded to BF16 where a kernel stores them in BF16 (kernels.md names the points); otherwise nothing is rounded.
+func NewOracle(opt Options) backend.Device {
+	o := &oracle{round: func(v float64) float64 { return v }}
+	if opt.Stored {
+		o.round = num.RoundBF16
+	}
+	return newMachine(opt, o)
+}
+
+// oracle is the plain implementation. round is applied to what is stored.
+type oracle struct {
+	round func(float64) float64
+}
+
+func (o *oracle) run(p *pass[float64], op backend.Op) error {
+	switch op := op.(type) {
+	case backend.Embed:
+		o.embed(p, op)
+	case backend.PLEStart:
+		return o.pleStart(p, op)
+	case backend.PLEJoin:
+		o.pleJoin(p, op)
+	case backend.Mix:
+		o.mix(p, op)
+	case backend.Defer:
+		p.pending[op.X.X] = op.Y
+	case backend.GDN:
+		o.gdn(p, op)
+	case backend.QSA:
+		return o.qsa(p, op)
+	case backend.MoE:
+		return o.moe(p, op)
+	case backend.Stem:
+		o.stem(p, op)
+	case backend.Carry:
+		return o.carry(p, op)
+	case backend.Head:
+		o.head(p, op)
+	case backend.Tap:
+		o.tap(p, op)
+	default:
+		return fmt.Errorf("unknown operation %T", op)
+	}
+	return nil
+}
+
+// matmul computes out[r][n] = sum over k of w[n][k]*in[r][k] for all rows r.
+func matmul(w backend.Weight, in, out []float64) {
+	k := w.Cols()
+	rows := len(in) / k
+	parallel(w.N, func(first, end int) {
+		line := make([]float64, k)
+		for n := first; n < end; n++ {
+			w.Decode(line, n)
+			for r := range rows {
+				out[r*w.N+n] = dot(line, in[r*k:(r+1)*k])
+			}
+		}
+	})
+}
+
+func dot(a, b []float64) float64 {
+	var s float64
+	for i, v := range a {
+		s += v * b[i]
+	}
+	return s
+}
+
+func (o *oracle) roundAll(v []float64) {
+	for i := range v {
+		v[i] = o.round(v[i])
+	}
+}
+
+// project is matmul with its output stored.
+func (o *oracle) project(w backend.Weight, in []float64) []float64 {
+	out := make([]float64, len(in)/w.Cols()*w.N)
+	matmul(w, in, out)
+	o.roundAll(out)
+	return out
+}
+
+func sigmoid(x float64) float64 { return 1 / (1 + math.Exp(-x)) }
+func silu(x float64) float64    { return x * sigmoid(x) }
+
+func softplus(x float64) float64 {
+	if x > 20 { // as torch: exact to float32
+		return x
+	}
+	return math.Log1p(math.Exp(x))
+}
+
+// rms divides x by its root mean square.
+func rms(dst, x []float64, eps float64) {
+	s := 1 / math.Sqrt(dot(x, x)/float64(len(x))+eps)
+	for i, v := range x {
+		dst[i] = v * s
+	}
+}
+
+// norm is rms times (1 + w).
+func norm(dst, x, w []float64, eps float64) {
+	rms(dst, x, eps)
+	for i := range dst[:len(x)] {
+		dst[i] *= 1 + w[i]
+	}
+}
+
+// groupNorm is norm over each of len(x)/width groups.
+func groupNorm(dst, x, w []float64, width int, eps float64) {
+	for g := 0; g < len(x); g += width {
+		norm(dst[g:g+width], x[g:g+width], w[g:g+width], eps)
+	}
+}
+
+// rotate turns the first r.Dim values of a head: value i pairs with value i + Dim/2.
+func rotate(x []float64, r backend.Rotary, position [3]int32) {
+	half := r.Dim / 2
+	for i := range half {
+		sin, cos := math.Sincos(r.Angle(i, position[r.Axis(i)]))
+		a, b := x[i], x[i+half]
+		x[i], x[i+half] = a*cos-b*sin, b*cos+a*sin
+	}
+}
+
+func (o *oracle) embed(p *pass[float64], op backend.Embed) {
+	x, width := p.buf(op.X.X)
+	h := op.W.Cols()
+	for r, row := range p.rows {
+		dst := x[r*width : (r+1)*width]
+		in := p.lanes[row.lane].in
+		if in.Media != nil && in.Media[row.index] != nil {
+			for i, v := range in.Media[row.index] {
+				dst[i] = o.round(float64(v))
+			}
+		} else {
+			op.W.Decode(dst[:h], int(row.token))
+		}
+		for s := h; s < width; s += h {
+			copy(dst[s:s+h], dst[:h])
+		}
+	}
+	delete(p.pending, op.X.X)
+}
+
+// inject adds a pending injection to the streams: X[s] += inject[s] * y.
+func (o *oracle) inject(p *pass[float64], s backend.Streams) {
+	y, ok := p.pending[s.X]
+	if !ok {
+		return
+	}
+	o.injected(p, s, y, func(i int, v float64) {
+		x, _ := p.buf(s.X)
+		x[i] = v
+	})
+	delete(p.pending, s.X)
+}
+
+func (o *oracle) injected(p *pass[float64], s backend.Streams, y backend.Buf, put func(int, float64)) {
+	x, width := p.buf(s.X)
+	in, streams := p.buf(s.Inject)
+	out, h := p.buf(y)
+	for r := range p.rows {
+		for c := range width {
+			put(r*width+c, o.round(x[r*width+c]+in[r*streams+c/h]*out[r*h+c%h]))
+		}
+	}
+}
+
+// mix is the hyper-connection site of kernels.md 4.2:
+//
+//	N = norm of each stream;  low = silu(Down·N / S);  gate = sigmoid(Up·low)
+//	out[c] = mean over streams of gate[s][c]*N[s][c];  inject = 2*sigmoid(Inject·N / S)
+func (o *oracle) mix(p *pass[float64], op backend.Mix) {
+	o.inject(p, op.X)
+	x, width := p.buf(op.X.X)
+	out, h := p.buf(op.Out)
+	streams := float64(width / h)
+	n := make([]float64, len(x))
+	w := op.W.Norm.Vector()
+	for r := range p.rows {
+		groupNorm(n[r*width:(r+1)*width], x[r*width:(r+1)*width], w, h, op.W.Eps)
+	}
+	low := make([]float64, len(p.rows)*op.W.Down.N)
+	matmul(op.W.Down, n, low)
+	for i := range low {
+		low[i] = silu(low[i] / streams)
+	}
+	gate := make([]float64, len(x))
+	matmul(op.W.Up, low, gate)
+	for r := range p.rows {
+		for c := range h {
+			var sum float64
+			for s := r*width + c; s < (r+1)*width; s += h {
+				sum += sigmoid(gate[s]) * n[s]
+			}
+			out[r*h+c] = o.round(sum / streams)
+		}
+	}
+	if op.W.Inject.Present() {
+		in, _ := p.buf(op.X.Inject)
+		matmul(op.W.Inject, n, in)
+		for i := range in {
+			in[i] = 2 * sigmoid(in[i]/streams)
+		}
+	}
+}
+
+// stem is the entry of the MTP head: E = ProjEmbed·norm(embedding), and each stream is ProjHidden·(its part of the norm of all
+// carried streams) + E.
+func (o *oracle) stem(p *pass[float64], op backend.Stem) {
+	x, width := p.buf(op.X.X)
+	h := op.W.Embed.Cols()
+	we, wh := op.W.NormEmbed.Vector(), op.W.NormHidden.Vector()
+	e := make([]float64, len(p.rows)*h)
+	hidden := make([]float64, len(p.rows)*width)
+	line := make([]float64, h)
+	for r, row := range p.rows {
+		l := p.lanes[row.lane]
+		op.W.Embed.Decode(line, int(row.token))
+		norm(e[r*h:(r+1)*h], line, we, op.W.Eps)
+		carried := l.img.chain
+		if !l.in.Chain {
+			carried = l.img.states[op.Carry][row.index*width:]
+		}
+		norm(hidden[r*width:(r+1)*width], carried[:width], wh, op.W.Eps)
+	}
+	o.roundAll(e)
+	o.roundAll(hidden)
+	e = o.project(op.W.ProjEmbed, e)
+	hidden = o.project(op.W.ProjHidden, hidden) // streams are rows of their own here
+	for i := range x {
+		x[i] = o.round(hidden[i] + e[i/width*h+i%h])
+	}
+	delete(p.pending, op.X.X)
+}
+
+func (o *oracle) carry(p *pass[float64], op backend.Carry) error {
+	o.inject(p, op.X)
+	x, width := p.buf(op.X.X)
+	for r, row := range p.rows {
+		l := &p.lanes[row.lane]
+		src := x[r*width : (r+1)*width]
+		if p.kind == backend.Draft || p.kind == backend.Seed {
+			l.img.chain = append(l.img.chain[:0], src...)
+			continue
+		}
+		at := (l.img.carried + row.index) * width
+		if at+width > len(l.img.states[op.Out]) {
+			return fmt.Errorf("lane %d carries more than %d rows", l.in.Lane, p.m.opt.Carry)
+		}
+		copy(l.img.states[op.Out][at:], src)
+		for a, v := range row.position {
+			l.img.states[op.Positions][(l.img.carried+row.index)*3+a] = float64(v)
+		}
+	}
+	return nil
+}
+
+func (o *oracle) tap(p *pass[float64], op backend.Tap) {
+	x, width := p.buf(op.X.X)
+	x = append([]float64(nil), x...)
+	if y, ok := p.pending[op.X.X]; ok {
+		o.injected(p, op.X, y, func(i int, v float64) { x[i] = v })
+	}
+	for r, row := range p.rows {
+		if t := p.lanes[row.lane].in.Trace; t != nil {
+			if t.Streams == nil {
+				t.Streams = map[string][][]float64{}
+			}
+			t.Streams[op.Name] = append(t.Streams[op.Name], x[r*width:(r+1)*width])
+		}
+	}
+}
+
+// head computes logits[n] = w[n]·x. A pick is the largest logit rounded to BF16 among the real ids, the lowest id on ties.
+func (o *oracle) head(p *pass[float64], op backend.Head) {
+	in, h := p.buf(op.In)
+	for _, l := range p.lanes {
+		var res backend.LaneResult
+		first, n := l.first, len(l.in.Tokens)
+		if !l.in.Want.All() {
+			first, n = first+n-1, 1
+		}
+		if l.in.Want != backend.WantNone {
+			logits := make([]float64, n*op.W.W.N)
+			matmul(op.W.W, in[first*h:(first+n)*h], logits)
+			for r := range n {
+				line := logits[r*op.W.W.N : (r+1)*op.W.W.N]
+				res.Picks = append(res.Picks, pick(line, op.W))
+				if l.in.Want.Logits() {
+					out := make([]float32, len(line))
+					for i, v := range line {
+						out[i] = float32(v)
+					}
+					res.Logits = append(res.Logits, out)
+				}
+			}
+		}
+		p.result.Lanes = append(p.result.Lanes, res)
+	}
+}
+
+func pick[T value](logits []T, w *backend.HeadWeights) int32 {
+	best, id := math.Inf(-1), int32(-1)
+	for i, v := range logits {
+		t := int32(i)
+		if w.Map != nil {
+			t = w.Map[i]
+		}
+		b := num.RoundBF16(float64(v))
+		if int(t) < w.IDs && (b > best || b == best && t < id || id < 0) {
+			best, id = b, t
+		}
+	}
+	return id
+}

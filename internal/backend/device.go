@@ -1,0 +1,127 @@
+package backend
+
+// Step is a compiled program.
+type Step interface {
+	Pass() Pass
+}
+
+// Seq numbers launches.
+type Seq uint64
+
+// Want says which rows of a lane a Head works on.
+type Want uint8
+
+// What a Head returns for a lane.
+const (
+	WantNone      Want = iota
+	WantLast           // greedy pick of the last row
+	WantAll            // greedy pick of every row
+	WantLogits         // pick and logits of the last row
+	WantLogitsAll      // picks and logits of every row
+)
+
+// All reports whether every row is wanted.
+func (w Want) All() bool { return w == WantAll || w == WantLogitsAll }
+
+// Logits reports whether logits are wanted.
+func (w Want) Logits() bool { return w == WantLogits || w == WantLogitsAll }
+
+// LaneRows are one lane's rows of a launch.
+type LaneRows struct {
+	Lane int
+	// Tokens has one id a row. For Draft and Seed passes it is the token after the carried position.
+	Tokens []int32
+	// Positions has the three rotary axes of each row (time, height, width); equal for text. Not for Draft and Seed passes: the
+	// device remembers where the carried rows stood, and a chained draft stands one further.
+	Positions [][3]int32
+	Want      Want
+	// Chain starts a Draft pass from the previous draft's streams instead of the carried rows.
+	Chain bool
+	// Media replaces the embeddings of rows: Media[i] is nil or H values.
+	Media [][]float32
+	// Force and Trace look inside, for tests; nil otherwise.
+	Force *Force
+	Trace *Trace
+}
+
+// Control is what a launch is told. The device copies what it needs before Launch returns, traces excepted.
+type Control struct {
+	Lanes []LaneRows
+}
+
+// Force replaces discrete decisions, keyed by layer: the experts of each row, and the visible tokens each row attends to.
+type Force struct {
+	Experts  map[int][][]int32
+	Selected map[int][][]bool
+}
+
+// From returns the decisions for the rows from first on.
+func (f *Force) From(first int) *Force {
+	if f == nil {
+		return nil
+	}
+	g := &Force{Experts: map[int][][]int32{}, Selected: map[int][][]bool{}}
+	for l, v := range f.Experts {
+		g.Experts[l] = v[min(first, len(v)):]
+	}
+	for l, v := range f.Selected {
+		g.Selected[l] = v[min(first, len(v)):]
+	}
+	return g
+}
+
+// Trace collects what happened, keyed by layer or tap name, rows appended launch after launch.
+type Trace struct {
+	Streams  map[string][][]float64
+	Experts  map[int][][]int32 // ascending
+	Selected map[int][][]bool  // [row][token]
+}
+
+// LaneResult is one lane's outcome: entries for the wanted rows, in order.
+type LaneResult struct {
+	Picks  []int32     // largest BF16-rounded logit among the real ids, lowest id on ties
+	Logits [][]float32 // by id; only if wanted
+}
+
+// Result is a launch's outcome, lanes in the order of its Control.
+type Result struct {
+	Lanes []LaneResult
+}
+
+// Image names a sequence image: a lane's own, or a saved one.
+type Image struct {
+	Saved bool
+	Index int
+}
+
+// Lane is the image that lane i works on.
+func Lane(i int) Image { return Image{Index: i} }
+
+// Saved is the i-th saved image.
+func Saved(i int) Image { return Image{Saved: true, Index: i} }
+
+// Lengths are the committed lengths of an image in tokens.
+type Lengths struct {
+	Target  int
+	Drafter int
+}
+
+// Device runs programs. See the package comment for the contract.
+type Device interface {
+	// Compile prepares a program. Weights are read here, or kept as views: they must stay valid until Close.
+	Compile(*Program) (Step, error)
+	// Launch queues a step. Rows are appended at each lane's committed length; a Verify pass of T rows commits all T unless
+	// Commit lowers it before the lane's next launch.
+	Launch(Step, *Control) (Seq, error)
+	// Wait returns the result of a launch.
+	Wait(Seq) (Result, error)
+	// Commit keeps the first n rows of the lane's last Verify launch.
+	Commit(lane, n int) error
+	// Reset makes the image empty.
+	Reset(Image) error
+	// Move copies an image: all of it. Lanes are flushed first.
+	Move(dst, src Image) error
+	// Lengths tells an image's committed lengths.
+	Lengths(Image) Lengths
+	Close() error
+}

@@ -1,0 +1,155 @@
+package model
+
+import (
+	"errors"
+	"fmt"
+
+	"ninfer/internal/backend"
+)
+
+// Runner drives one device: it compiles each pass once, feeds prompts in chunks and keeps the drafter behind the target by
+// exactly one token.
+type Runner struct {
+	Model *Model
+	Dev   backend.Device
+	Chunk int  // most rows of a prefill pass
+	Taps  bool // trace every layer's streams
+
+	steps map[stepKey]backend.Step
+}
+
+type stepKey struct {
+	kind  backend.Kind
+	lanes int
+	rows  int
+}
+
+// NewRunner returns a runner on a device made for m's states. chunk is the most rows of a prefill pass.
+func NewRunner(m *Model, dev backend.Device, chunk int) *Runner {
+	return &Runner{Model: m, Dev: dev, Chunk: chunk, steps: map[stepKey]backend.Step{}}
+}
+
+// Launch runs a pass of the kind over the lanes of c and waits for it. Programs are compiled when first needed, for the number of
+// rows rounded up to a prefill chunk where the kind allows it.
+func (r *Runner) Launch(kind backend.Kind, c *backend.Control) (backend.Result, error) {
+	rows := 0
+	for _, l := range c.Lanes {
+		rows += len(l.Tokens)
+	}
+	key := stepKey{kind, len(c.Lanes), rows}
+	if kind == backend.Prefill || kind == backend.Seed || kind == backend.Draft {
+		key.rows = max(rows, r.Chunk)
+	}
+	step, ok := r.steps[key]
+	if !ok {
+		p, err := r.Model.Program(backend.Pass{Kind: kind, Lanes: key.lanes, Rows: key.rows}, r.Taps)
+		if err != nil {
+			return backend.Result{}, err
+		}
+		if step, err = r.Dev.Compile(p); err != nil {
+			return backend.Result{}, err
+		}
+		r.steps[key] = step
+	}
+	seq, err := r.Dev.Launch(step, c)
+	if err != nil {
+		return backend.Result{}, err
+	}
+	return r.Dev.Wait(seq)
+}
+
+// Positions are the rotary positions of n text tokens of which the first stands at position at.
+func Positions(at, n int) [][3]int32 {
+	p := make([][3]int32, n)
+	for i := range p {
+		v := int32(at + i)
+		p[i] = [3]int32{v, v, v}
+	}
+	return p
+}
+
+// Prompt feeds rows to a lane in chunks and returns the results of the wanted rows. With a drafter it seeds the drafter's planes
+// for every row but the last, whose following token is not known yet. in.Positions nil means text at the lane's length.
+func (r *Runner) Prompt(in backend.LaneRows) (backend.LaneResult, error) {
+	var out backend.LaneResult
+	n := len(in.Tokens)
+	if n == 0 {
+		return out, errors.New("model: empty prompt")
+	}
+	if in.Positions == nil {
+		in.Positions = Positions(r.Dev.Lengths(backend.Lane(in.Lane)).Target, n)
+	}
+	for first := 0; first < n; first += r.Chunk {
+		end := min(first+r.Chunk, n)
+		// The rows left by the chunk before, or by the last round, are followed by this chunk's first token.
+		if err := r.Seed(in.Lane, in.Tokens[first:first+1]); err != nil {
+			return out, err
+		}
+		part := in
+		part.Tokens, part.Positions = in.Tokens[first:end], in.Positions[first:end]
+		if in.Media != nil {
+			part.Media = in.Media[first:end]
+		}
+		part.Force = in.Force.From(first)
+		if end < n && !in.Want.All() {
+			part.Want = backend.WantNone
+		}
+		res, err := r.Launch(backend.Prefill, &backend.Control{Lanes: []backend.LaneRows{part}})
+		if err != nil {
+			return out, err
+		}
+		out.Picks = append(out.Picks, res.Lanes[0].Picks...)
+		out.Logits = append(out.Logits, res.Lanes[0].Logits...)
+		if err := r.Seed(in.Lane, part.Tokens[1:]); err != nil {
+			return out, err
+		}
+	}
+	return out, nil
+}
+
+// Seed appends drafter rows for the lane's carried rows: following are the tokens after each of them, and there may be one fewer
+// than rows are carried, when the last one's successor is not known. Without a drafter, or with no token, it does nothing.
+func (r *Runner) Seed(lane int, following []int32) error {
+	at := r.Dev.Lengths(backend.Lane(lane))
+	carried := at.Target - at.Drafter
+	if r.Model.mtp == nil || carried == 0 || len(following) == 0 {
+		return nil
+	}
+	if len(following) < carried-1 || len(following) > carried {
+		return fmt.Errorf("model: seed: %d tokens follow %d carried rows", len(following), carried)
+	}
+	_, err := r.Launch(backend.Seed, &backend.Control{Lanes: []backend.LaneRows{{Lane: lane, Tokens: following}}})
+	return err
+}
+
+// Decode runs one token of one lane and returns the result of its row.
+func (r *Runner) Decode(lane int, token int32, want backend.Want) (backend.LaneResult, error) {
+	at := r.Dev.Lengths(backend.Lane(lane)).Target
+	res, err := r.Launch(backend.Decode, &backend.Control{Lanes: []backend.LaneRows{
+		{Lane: lane, Tokens: []int32{token}, Positions: Positions(at, 1), Want: want},
+	}})
+	if err != nil {
+		return backend.LaneResult{}, err
+	}
+	return res.Lanes[0], nil
+}
+
+// Draft returns k draft tokens that follow the given ones. following are the tokens after each carried row: what the last round
+// accepted and its new token. One pass runs them all, each further draft is a pass of one row.
+func (r *Runner) Draft(lane int, following []int32, k int, want backend.Want) ([]int32, [][]float32, error) {
+	var drafts []int32
+	var logits [][]float32
+	rows := backend.LaneRows{Lane: lane, Tokens: following, Want: want}
+	for range k {
+		res, err := r.Launch(backend.Draft, &backend.Control{Lanes: []backend.LaneRows{rows}})
+		if err != nil {
+			return nil, nil, err
+		}
+		l := res.Lanes[0]
+		d := l.Picks[len(l.Picks)-1]
+		drafts = append(drafts, d)
+		logits = append(logits, l.Logits...)
+		rows = backend.LaneRows{Lane: lane, Tokens: []int32{d}, Want: want, Chain: true}
+	}
+	return drafts, logits, nil
+}
