@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"slices"
 	"strconv"
 	"strings"
@@ -32,7 +33,7 @@ func Load(tokenizerJSON, tokenizerConfigJSON []byte) (*Tokenizer, error) {
 	}
 	t, err := l.build()
 	if err != nil {
-		return nil, fmt.Errorf("tokenizer.json: %w", err)
+		return nil, fmt.Errorf("tokenizer files: %w", err)
 	}
 	return t, nil
 }
@@ -389,9 +390,10 @@ func (l *loader) build() (*Tokenizer, error) {
 		}
 		t.alphabet[b] = id
 	}
-	for id, a := range l.added {
+	for _, id := range slices.Sorted(maps.Keys(l.added)) {
+		a := l.added[id]
 		if other, ok := t.added[a.Content]; ok {
-			return nil, fmt.Errorf("added token %q has ids %d and %d", a.Content, min(id, other), max(id, other))
+			return nil, fmt.Errorf("added token %q has ids %d and %d", a.Content, other, id)
 		}
 		if other, ok := l.vocab[a.Content]; ok && other != id {
 			return nil, fmt.Errorf("added token %q has id %d, its vocab entry %d", a.Content, id, other)
@@ -405,7 +407,6 @@ func (l *loader) build() (*Tokenizer, error) {
 		}
 		t.byStart[a.Content[0]] = append(t.byStart[a.Content[0]], control{a.Content, id})
 	}
-	slices.Sort(t.special)
 	for i := range t.byStart {
 		slices.SortFunc(t.byStart[i], func(a, b control) int { return len(b.spelling) - len(a.spelling) })
 	}
