@@ -208,7 +208,7 @@ func (g *Geometry) checkNVFP4(r RowBytes) error {
 	i := 0
 	for ; i+8 <= len(r.Scales); i += 8 {
 		w := binary.LittleEndian.Uint64(r.Scales[i:])
-		if (w|w+0x0101010101010101)&0x8080808080808080 != 0 {
+		if (w|(w+0x0101010101010101))&0x8080808080808080 != 0 {
 			break
 		}
 	}
