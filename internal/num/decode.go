@@ -15,7 +15,14 @@ func decodeRow[F float32 | float64](f Format, dst []F, codes, high, scales []byt
 	le := binary.LittleEndian
 	switch f {
 	case BF16:
-		codes = codes[:2*len(dst)]
+		for len(dst) >= 4 {
+			w := le.Uint64(codes)
+			dst[0] = F(FromBF16(uint16(w)))
+			dst[1] = F(FromBF16(uint16(w >> 16)))
+			dst[2] = F(FromBF16(uint16(w >> 32)))
+			dst[3] = F(FromBF16(uint16(w >> 48)))
+			dst, codes = dst[4:], codes[8:]
+		}
 		for i := range dst {
 			dst[i] = F(FromBF16(le.Uint16(codes[2*i:])))
 		}
@@ -82,13 +89,17 @@ func decodeU4[F float32 | float64](dst []F, codes, scales []byte) {
 
 // decodeNibbles gives lane i the value of nibble i, low nibble first.
 func decodeNibbles[F float32 | float64](dst []F, codes []byte, s F, values *[16]float32) {
-	for i := range len(dst) / 2 {
-		c := codes[i]
-		dst[2*i] = F(values[c&15]) * s
-		dst[2*i+1] = F(values[c>>4]) * s
+	for len(dst) >= 16 {
+		w := binary.LittleEndian.Uint64(codes)
+		out := dst[:16]
+		for i := range out {
+			out[i] = F(values[w&15]) * s
+			w >>= 4
+		}
+		dst, codes = dst[16:], codes[8:]
 	}
-	if n := len(dst); n%2 == 1 {
-		dst[n-1] = F(values[codes[n/2]&15]) * s
+	for i := range dst {
+		dst[i] = F(values[codes[i/2]>>(i%2*4)&15]) * s
 	}
 }
 
@@ -119,9 +130,10 @@ func decodeNVFP4[F float32 | float64](dst []F, codes, scales []byte, divisor flo
 			table[c], table[c+8] = v, -v
 		}
 		out := dst[16*g:][:16]
-		for i, c := range codes[8*g:][:8] {
-			out[2*i] = table[c&15]
-			out[2*i+1] = table[c>>4]
+		w := binary.LittleEndian.Uint64(codes[8*g:])
+		for i := range out {
+			out[i] = table[w&15]
+			w >>= 4
 		}
 	}
 }

@@ -100,7 +100,7 @@ func encodeGroupedRow(f Format, codes, high, scales, src []byte) int {
 	var lanes [64]int8
 	group := f.Group()
 	hb := highBytes(f)
-	qmax := float64(int(1)<<(f.codeBits()-1) - 1)
+	qmax := 1<<(f.codeBits()-1) - 1
 	qmin := -qmax - 1
 	if f == Q8G32 {
 		qmin = -qmax
@@ -112,14 +112,15 @@ func encodeGroupedRow(f Format, codes, high, scales, src []byte) int {
 		amax := bf16MaxAbs(part)
 		scale := uint16(0)
 		if amax > 0 {
-			scale = max(ToF16(float32(float64(amax)/qmax)), 1)
+			scale = max(ToF16(float32(float64(amax)/float64(qmax))), 1)
 			if scale >= 0x7c00 {
 				return g * group
 			}
 			inv := float32(1 / float64(FromF16(scale)))
 			for i := range len(part) / 2 {
 				y := float32(bf16At(part, i) * inv)
-				lanes[i] = int8(max(qmin, min(qmax, math.RoundToEven(float64(y)))))
+				// |y| is at most twice qmax, however coarse a subnormal scale is.
+				lanes[i] = int8(max(qmin, min(qmax, int(math.RoundToEven(float64(y))))))
 			}
 		}
 		binary.LittleEndian.PutUint16(scales[2*g:], scale)

@@ -73,12 +73,12 @@ func EncodeNVFP4(p Profile, n, k int, src, codes, scales []byte) (float32, error
 // encodeGroupA encodes 16 values in binary32 and returns the scale word.
 func encodeGroupA(out, src []byte, d float32) byte {
 	var y [16]float32
-	most := float32(0)
+	most := uint32(0) // magnitudes are ordered as their bits
 	for i := range y {
 		y[i] = float32(bf16At(src, i) * d)
-		most = max(most, float32(math.Abs(float64(y[i]))))
+		most = max(most, math.Float32bits(y[i])&0x7fffffff)
 	}
-	word := ToE4M3(min(most/6, MaxE4M3))
+	word := ToE4M3(min(math.Float32frombits(most)/6, MaxE4M3))
 	s := FromE4M3(word)
 	if s == 0 {
 		clear(out)

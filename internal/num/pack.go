@@ -39,20 +39,25 @@ func unpackGroup(f Format, lanes []int8, base, high []byte) {
 
 // packGroup is the inverse of unpackGroup; codes must be in range.
 func packGroup(f Format, lanes []int8, base, high []byte) {
-	clear(base)
-	clear(high)
-	for i, c := range lanes {
-		u := byte(c)
-		if f == Q8G32 {
-			base[i] = u
-			continue
+	if f == Q8G32 {
+		for i, c := range lanes {
+			base[i] = byte(c)
 		}
-		base[i/2] |= u & 15 << (i % 2 * 4)
-		switch f {
-		case Q5G64:
-			high[i/8] |= u >> 4 & 1 << (i % 8)
-		case Q6G64:
-			high[i/4] |= u >> 4 & 3 << (i % 4 * 2)
+		return
+	}
+	base, lanes = base[:32], lanes[:64]
+	for j := range base {
+		base[j] = byte(lanes[2*j])&15 | byte(lanes[2*j+1])<<4
+	}
+	clear(high)
+	switch f {
+	case Q5G64:
+		for i, c := range lanes {
+			high[i/8] |= byte(c) >> 4 & 1 << (i % 8)
+		}
+	case Q6G64:
+		for i, c := range lanes {
+			high[i/4] |= byte(c) >> 4 & 3 << (i % 4 * 2)
 		}
 	}
 }

@@ -91,15 +91,18 @@ func ToE4M3(x float32) byte {
 	b := math.Float32bits(x)
 	sign := byte(b >> 24 & 0x80)
 	b &= 0x7fffffff
-	switch {
-	case b > 0x7f800000:
+	if b > 0x7f800000 {
 		return sign | 0x7f
-	case b > 0x43e00000: // 448
-		return sign | 0x7e
-	case b < 0x3c800000: // below 2^-6: multiples of 2^-9, which is the spacing of binary32 at 2^14
-		return sign | byte(math.Float32bits(math.Float32frombits(b)+0x1p14)-0x46800000)
 	}
-	return sign | byte((b+0x7ffff+b>>20&1)>>20-(127-7)<<3)
+	b = min(b, 0x43e00000) // 448
+	// Both cases are computed and one selected: their mix is unpredictable.
+	// Below 2^-6 words are multiples of 2^-9, the spacing of binary32 at 2^14.
+	word := (b+0x7ffff+b>>20&1)>>20 - (127-7)<<3
+	small := math.Float32bits(math.Float32frombits(b)+0x1p14) - 0x46800000
+	if b < 0x3c800000 {
+		word = small
+	}
+	return sign | byte(word)
 }
 
 // e2m1Values holds the value of every E2M1 code.
@@ -118,24 +121,17 @@ func ToE2M1(x float32) byte {
 	return byte(math.Float32bits(x)>>28&8) | e2m1Magnitude(math.Abs(float64(x)))
 }
 
-// e2m1Magnitude counts the boundaries between neighbouring magnitudes that a
-// has passed; a tie passes only where that leads to the even code.
+// e2m1Magnitude is the E2M1 code nearest to a >= 0, ties to the even code. It
+// takes binary64 because the value of one encoder is a binary64 quotient whose
+// rounding to binary32 could make a tie.
 func e2m1Magnitude(a float64) byte {
-	switch {
-	case a <= 0.25:
-		return 0
-	case a < 0.75:
-		return 1
-	case a <= 1.25:
-		return 2
-	case a < 1.75:
-		return 3
-	case a <= 2.5:
-		return 4
-	case a < 3.5:
-		return 5
-	case a <= 5:
-		return 6
+	b := min(math.Float64bits(a), 0x4018000000000000) // 6
+	// As in ToE4M3: below 1 codes are multiples of 0.5, the spacing of
+	// binary64 at 2^51.
+	code := (b+(1<<50-1)+b>>51&1)>>51 - (1023-1)<<1
+	small := math.Float64bits(math.Float64frombits(b)+0x1p51) - 0x4320000000000000
+	if b < 0x3ff0000000000000 {
+		code = small
 	}
-	return 7
+	return byte(code)
 }
