@@ -52,7 +52,7 @@ type tensor struct {
 // Tensor is one tensor of a checkpoint. Words are little-endian, the last axis varies fastest. A scalar has an empty shape.
 type Tensor struct {
 	Name  string
-	DType string // BF16, F16, F32, I64, U8 or F8_E4M3
+	DType string // BF16, F16, F32, I32, I64, U8 or F8_E4M3
 	Shape []int  // not to be changed
 	File  string // name of the shard, for messages
 	Data  []byte // view of the mapped shard, read-only

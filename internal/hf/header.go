@@ -12,9 +12,9 @@ type entry struct {
 	begin, end int64
 }
 
-// wordSizes are the dtypes that artifact.md 5.1 names, with their sizes in bytes. A tensor of another dtype may be listed, but
+// wordSizes are the dtypes that artifact.md 5.1 names, and I32 for recorded results, with their sizes in bytes. A tensor of another dtype may be listed, but
 // not used.
-var wordSizes = map[string]int64{"BF16": 2, "F16": 2, "F32": 4, "I64": 8, "U8": 1, "F8_E4M3": 1}
+var wordSizes = map[string]int64{"BF16": 2, "F16": 2, "F32": 4, "I32": 4, "I64": 8, "U8": 1, "F8_E4M3": 1}
 
 // dtypeName returns the spelling without allocating for the known ones.
 func dtypeName(b []byte) string {
@@ -25,6 +25,8 @@ func dtypeName(b []byte) string {
 		return "F16"
 	case "F32":
 		return "F32"
+	case "I32":
+		return "I32"
 	case "I64":
 		return "I64"
 	case "U8":
