@@ -26,7 +26,12 @@ type FormatError struct {
 
 // Error gives one line naming file, class and detail.
 func (e *FormatError) Error() string {
-	s := "artifact " + e.Path + ": " + e.Class
+	return "artifact " + e.Path + ": " + e.reason()
+}
+
+// reason is the text without the file's name.
+func (e *FormatError) reason() string {
+	s := e.Class
 	if e.Detail != "" {
 		s += ": " + e.Detail
 	}

@@ -73,11 +73,12 @@ func canonicalDirectory(d *Directory, text []byte) ([]byte, error) {
 		if err != nil {
 			return nil, err
 		}
+		name := t.String() // the next read voids the token
 		v, err := appendCanonical(nil, dec)
 		if err != nil {
 			return nil, err
 		}
-		members[t.String()] = v
+		members[name] = v
 	}
 	var objects []byte
 	for i := range d.Objects {
@@ -174,10 +175,11 @@ func appendCanonical(dst []byte, dec *jsontext.Decoder) ([]byte, error) {
 	return appendASCII(dst, string(s)), err
 }
 
-// appendASCII appends a JSON string with everything beyond ASCII as \uxxxx.
+// appendASCII appends a JSON string with everything beyond printable ASCII as
+// \uxxxx; other than in the directory text that includes U+007F.
 func appendASCII(dst []byte, s string) []byte {
 	for _, c := range string(appendString(nil, s)) {
-		if c < 0x80 {
+		if c < 0x7f {
 			dst = append(dst, byte(c))
 			continue
 		}
