@@ -68,7 +68,7 @@ func Positions(at, n int) [][3]int32 {
 	return p
 }
 
-// Prompt feeds rows to a lane in chunks and returns the results of the wanted rows. With a drafter it seeds the drafter's planes
+// Prompt feeds rows to a lane in chunks, a single row as a decode step, and returns the results of the wanted rows. With a drafter it seeds the drafter's planes
 // for every row but the last, whose following token is not known yet. in.Positions nil means text at the lane's length.
 func (r *Runner) Prompt(in backend.LaneRows) (backend.LaneResult, error) {
 	var out backend.LaneResult
@@ -94,7 +94,11 @@ func (r *Runner) Prompt(in backend.LaneRows) (backend.LaneResult, error) {
 		if end < n && !in.Want.All() {
 			part.Want = backend.WantNone
 		}
-		res, err := r.Launch(backend.Prefill, &backend.Control{Lanes: []backend.LaneRows{part}})
+		kind := backend.Prefill
+		if end-first == 1 {
+			kind = backend.Decode
+		}
+		res, err := r.Launch(kind, &backend.Control{Lanes: []backend.LaneRows{part}})
 		if err != nil {
 			return out, err
 		}
@@ -120,18 +124,6 @@ func (r *Runner) Seed(lane int, following []int32) error {
 	}
 	_, err := r.Launch(backend.Seed, &backend.Control{Lanes: []backend.LaneRows{{Lane: lane, Tokens: following}}})
 	return err
-}
-
-// Decode runs one token of one lane and returns the result of its row.
-func (r *Runner) Decode(lane int, token int32, want backend.Want) (backend.LaneResult, error) {
-	at := r.Dev.Lengths(backend.Lane(lane)).Target
-	res, err := r.Launch(backend.Decode, &backend.Control{Lanes: []backend.LaneRows{
-		{Lane: lane, Tokens: []int32{token}, Positions: Positions(at, 1), Want: want},
-	}})
-	if err != nil {
-		return backend.LaneResult{}, err
-	}
-	return res.Lanes[0], nil
 }
 
 // Draft returns k draft tokens that follow the given ones. following are the tokens after each carried row: what the last round

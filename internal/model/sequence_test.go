@@ -1,4 +1,4 @@
-package model
+package model_test
 
 import (
 	"math/rand/v2"
@@ -8,21 +8,12 @@ import (
 	"ninfer/internal/arch"
 	"ninfer/internal/backend"
 	"ninfer/internal/backend/cpu"
+	"ninfer/internal/model"
+	"ninfer/internal/model/modeltest"
 )
 
-const micro = "../../testdata/micro-radixark"
-
-func microModel(t testing.TB) *Model {
-	c, ck := openCheckpoint(t, micro+"/checkpoint")
-	m, err := Bind(c, ck, Options{Drafter: true, IDs: 480})
-	if err != nil {
-		t.Fatal(err)
-	}
-	return m
-}
-
-func oracleRunner(m *Model, chunk int) *Runner {
-	return NewRunner(m, cpu.NewOracle(cpu.Options{States: m.States, Lanes: 2, Saved: 1, Tokens: 256, Verify: 6, Carry: 128}), chunk)
+func oracleRunner(m *model.Model, chunk int) *model.Runner {
+	return model.NewRunner(m, cpu.NewOracle(cpu.Options{States: m.States, Lanes: 2, Saved: 1, Tokens: 256, Verify: 6, Carry: 128}), chunk)
 }
 
 func randomTokens(rng *rand.Rand, n int) []int32 {
@@ -36,7 +27,7 @@ func randomTokens(rng *rand.Rand, n int) []int32 {
 	return ids
 }
 
-func prompt(t testing.TB, r *Runner, lane int, ids []int32) []float32 {
+func prompt(t testing.TB, r *model.Runner, lane int, ids []int32) []float32 {
 	t.Helper()
 	res, err := r.Prompt(backend.LaneRows{Lane: lane, Tokens: ids, Want: backend.WantLogits})
 	if err != nil {
@@ -46,7 +37,7 @@ func prompt(t testing.TB, r *Runner, lane int, ids []int32) []float32 {
 }
 
 // drafts is what the drafter says after the lane's last token and next: it reads everything that an image holds for it.
-func drafts(t testing.TB, r *Runner, lane int, next int32) [][]float32 {
+func drafts(t testing.TB, r *model.Runner, lane int, next int32) [][]float32 {
 	t.Helper()
 	_, logits, err := r.Draft(lane, []int32{next}, 3, backend.WantLogits)
 	if err != nil {
@@ -57,7 +48,7 @@ func drafts(t testing.TB, r *Runner, lane int, next int32) [][]float32 {
 
 // A prompt gives the same bits whatever the chunks, and decoding gives what a prompt gives.
 func TestChunks(t *testing.T) {
-	m := microModel(t)
+	m := modeltest.Micro(t)
 	ids := randomTokens(rand.New(rand.NewPCG(1, 1)), 90)
 	whole := oracleRunner(m, len(ids))
 	want := prompt(t, whole, 0, ids)
@@ -79,7 +70,7 @@ func TestChunks(t *testing.T) {
 			t.Fatal(err)
 		}
 		var err error
-		if last, err = r.Decode(0, id, backend.WantLogits); err != nil {
+		if last, err = r.Prompt(backend.LaneRows{Tokens: []int32{id}, Want: backend.WantLogits}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -93,7 +84,7 @@ func TestChunks(t *testing.T) {
 
 // Random rounds of drafting, verifying, cutting, saving and restoring leave exactly the state of a plain prompt.
 func TestRounds(t *testing.T) {
-	m := microModel(t)
+	m := modeltest.Micro(t)
 	for seed := range uint64(4) {
 		rng := rand.New(rand.NewPCG(seed, 2))
 		r := oracleRunner(m, 16)
@@ -127,7 +118,7 @@ func TestRounds(t *testing.T) {
 					t.Fatal(err)
 				}
 				_, err := r.Launch(backend.Verify, &backend.Control{Lanes: []backend.LaneRows{
-					{Tokens: round, Positions: Positions(len(ids), k+1), Want: backend.WantAll},
+					{Tokens: round, Positions: model.Positions(len(ids), k+1), Want: backend.WantAll},
 				}})
 				if err != nil {
 					t.Fatal(err)
@@ -150,7 +141,7 @@ func TestRounds(t *testing.T) {
 		if err := r.Seed(0, slices.Concat(ids[at.Drafter+1:], next[:1])); err != nil {
 			t.Fatal(err)
 		}
-		got, err := r.Decode(0, next[0], backend.WantLogits)
+		got, err := r.Prompt(backend.LaneRows{Tokens: next[:1], Want: backend.WantLogits})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -166,7 +157,7 @@ func TestRounds(t *testing.T) {
 // Every state of the image is declared once and used, and every state that an operation uses is declared: a device moves what is
 // declared, so nothing can be kept beside the image.
 func TestImageIsComplete(t *testing.T) {
-	m := microModel(t)
+	m := modeltest.Micro(t)
 	used := map[backend.StateID]bool{}
 	for _, kind := range []backend.Kind{backend.Prefill, backend.Draft} {
 		p, err := m.Program(backend.Pass{Kind: kind, Lanes: 1, Rows: 1}, false)
@@ -203,22 +194,22 @@ func TestImageIsComplete(t *testing.T) {
 }
 
 func TestBindRefuses(t *testing.T) {
-	c, ck := openCheckpoint(t, micro+"/checkpoint")
-	if _, err := Bind(c, ck, Options{IDs: 513}); err == nil {
+	c, ck := modeltest.OpenCheckpoint(t, modeltest.Folders[0].Dir+"/checkpoint")
+	if _, err := model.Bind(c, ck, model.Options{IDs: 513}); err == nil {
 		t.Error("more ids than rows accepted")
 	}
-	if _, err := Bind(c, ck, Options{Drafter: true, Proposal: true}); err == nil {
+	if _, err := model.Bind(c, ck, model.Options{Drafter: true, Proposal: true}); err == nil {
 		t.Error("missing proposal head accepted")
 	}
 	gone := arch.LayerPrefix(2) + "linear_attn.in_proj_z.weight"
-	z := ck.tensors[gone]
-	delete(ck.tensors, gone)
-	if _, err := Bind(c, ck, Options{}); err == nil {
+	z := ck.Tensors[gone]
+	delete(ck.Tensors, gone)
+	if _, err := model.Bind(c, ck, model.Options{}); err == nil {
 		t.Error("missing tensor accepted")
 	}
-	z.Shape, z.data = []int{1, 128}, z.data[:256]
-	ck.tensors[gone] = z
-	if _, err := Bind(c, ck, Options{}); err == nil {
+	z.Shape, z.Data = []int{1, 128}, z.Data[:256]
+	ck.Tensors[gone] = z
+	if _, err := model.Bind(c, ck, model.Options{}); err == nil {
 		t.Error("wrong shape accepted")
 	}
 }

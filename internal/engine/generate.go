@@ -1,0 +1,327 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"ninfer/internal/backend"
+	"ninfer/internal/model"
+)
+
+// Reason is why a generation ended.
+type Reason string
+
+// The reasons.
+const (
+	Continue  Reason = ""          // it did not
+	Stop      Reason = "stop"      // a stop id or string
+	Length    Reason = "length"    // the output limit
+	Context   Reason = "context"   // the context limit
+	Cancelled Reason = "cancelled" // the caller's context ended
+)
+
+// Verdict is a watcher's answer to a preview.
+type Verdict struct {
+	Keep   int     // ids that may be committed
+	Reason Reason  // if not Continue, generation ends after them
+	Insert []int32 // ids to append after them without asking the model; implies all later previewed ids are dropped
+}
+
+// Watcher decides over output before it is committed. It is called by one goroutine.
+type Watcher interface {
+	// Preview is asked about ids that would follow what was committed so far. It must not change anything.
+	Preview(ids []int32) Verdict
+	// Commit is told what was committed: kept ids, then inserted ones.
+	Commit(ids []int32) error
+}
+
+// Request is one generation.
+type Request struct {
+	Prompt   []int32
+	MaxNew   int // most ids to commit, at least 1
+	Sampling Sampling
+	StopIDs  []int32 // an id of them ends the generation and is committed
+	Watcher  Watcher // may be nil
+	Draft    int     // drafts a round; 0 is plain decoding
+}
+
+// Stats are counts and times of a generation.
+type Stats struct {
+	PromptTokens  int
+	OutputTokens  int
+	Prefill       time.Duration // until the first token was drawn
+	Decode        time.Duration // after that
+	Rounds        int           // passes with drafts
+	FallbackSteps int           // passes without, while drafting was asked for
+	Drafted       int
+	Accepted      int
+	AcceptedAt    []int // drafts accepted at each position of a round
+}
+
+// Outcome is how a generation ended.
+type Outcome struct {
+	IDs    []int32 // committed output
+	Reason Reason
+	Stats  Stats
+}
+
+// ErrPromptTooLong is returned when a prompt leaves no room for output.
+var ErrPromptTooLong = errors.New("prompt too long")
+
+// Lane generates on one lane of a device, one request at a time.
+type Lane struct {
+	Runner  *model.Runner
+	Index   int
+	Context int // most tokens of a sequence
+	// Drafter replaces the model's own drafts, for tests: it returns k ids that might follow the output so far.
+	Drafter func(output []int32, k int) []int32
+}
+
+// generation is a request in progress. All tokens but the pending ones are in the lane's image.
+type generation struct {
+	lane    *Lane
+	req     Request
+	sampler *sampler
+	out     Outcome
+	pending []int32 // committed, but not yet run: at least one after the first draw
+}
+
+// Generate runs a request from an empty image. It returns the outcome so far together with an error of the device or the watcher;
+// a context that ends is no error but a reason.
+func (l *Lane) Generate(ctx context.Context, req Request) (Outcome, error) {
+	g := &generation{lane: l, req: req, sampler: newSampler(req.Sampling, l.Runner.Model.Options.IDs)}
+	g.out.Stats.PromptTokens = len(req.Prompt)
+	g.out.Stats.AcceptedAt = make([]int, req.Draft)
+	switch {
+	case len(req.Prompt) == 0:
+		return g.out, errors.New("engine: the prompt has no tokens")
+	case req.MaxNew < 1:
+		return g.out, fmt.Errorf("engine: output limit of %d tokens", req.MaxNew)
+	case len(req.Prompt) >= l.Context:
+		return g.out, fmt.Errorf("%w: %d tokens and room for output do not fit a context of %d", ErrPromptTooLong, len(req.Prompt), l.Context)
+	}
+	for _, id := range req.Prompt {
+		if id < 0 || int(id) >= l.Runner.Model.Config.Text.VocabSize {
+			return g.out, fmt.Errorf("engine: prompt id %d is not in the vocabulary of %d", id, l.Runner.Model.Config.Text.VocabSize)
+		}
+	}
+	if err := l.Runner.Dev.Reset(backend.Lane(l.Index)); err != nil {
+		return g.out, err
+	}
+	start := time.Now()
+	logits, err := g.prompt(ctx, req.Prompt)
+	if err != nil || g.out.Reason != Continue {
+		return g.out, err
+	}
+	first := g.choose(logits, drawFirst)
+	g.out.Stats.Prefill = time.Since(start)
+	start = time.Now()
+	err = g.publish(first)
+	for err == nil && g.out.Reason == Continue {
+		if ctx.Err() != nil {
+			g.out.Reason = Cancelled
+			break
+		}
+		err = g.round(ctx)
+	}
+	g.out.Stats.Decode = time.Since(start)
+	return g.out, err
+}
+
+// length is the number of tokens of the sequence, pending ones included.
+func (g *generation) length() int { return len(g.req.Prompt) + len(g.out.IDs) }
+
+func (g *generation) want(all bool) backend.Want {
+	switch {
+	case g.req.Sampling.Greedy() && all:
+		return backend.WantAll
+	case g.req.Sampling.Greedy():
+		return backend.WantLast
+	case all:
+		return backend.WantLogitsAll
+	}
+	return backend.WantLogits
+}
+
+// prompt runs tokens chunk by chunk, so that a cancelled request stops within one.
+func (g *generation) prompt(ctx context.Context, ids []int32) (backend.LaneResult, error) {
+	var res backend.LaneResult
+	chunk := g.lane.Runner.Chunk
+	for first := 0; first < len(ids); first += chunk {
+		if ctx.Err() != nil {
+			g.out.Reason = Cancelled
+			return res, nil
+		}
+		end := min(first+chunk, len(ids))
+		want := backend.WantNone
+		if end == len(ids) {
+			want = g.want(false)
+		}
+		var err error
+		if res, err = g.lane.Runner.Prompt(backend.LaneRows{Lane: g.lane.Index, Tokens: ids[first:end], Want: want}); err != nil {
+			return res, err
+		}
+	}
+	return res, nil
+}
+
+// choose draws the next token from the last row of a result.
+func (g *generation) choose(res backend.LaneResult, p purpose) int32 {
+	if g.req.Sampling.Greedy() {
+		return res.Picks[len(res.Picks)-1]
+	}
+	return g.sampler.next(res.Logits[len(res.Logits)-1], len(g.out.IDs), p)
+}
+
+// verdict asks the limits, the stop ids and the watcher about ids.
+func (g *generation) verdict(ids []int32) Verdict {
+	v := Verdict{Keep: len(ids)}
+	for i, id := range ids {
+		if slices.Contains(g.req.StopIDs, id) {
+			v = Verdict{Keep: i + 1, Reason: Stop}
+			break
+		}
+	}
+	if g.req.Watcher != nil {
+		if w := g.req.Watcher.Preview(ids[:v.Keep]); w.Keep < v.Keep || w.Reason != Continue || w.Insert != nil {
+			v = w
+		}
+	}
+	left := g.req.MaxNew - len(g.out.IDs)
+	room := g.lane.Context - g.length()
+	if limit := min(left, room); v.Keep+len(v.Insert) >= limit {
+		why := Length
+		if room < left {
+			why = Context
+		}
+		if v.Keep > limit || v.Reason == Continue {
+			v.Reason = why
+		}
+		v.Keep = min(v.Keep, limit)
+		v.Insert = v.Insert[:min(len(v.Insert), limit-v.Keep)]
+	}
+	return v
+}
+
+// keep asks for a verdict on ids and commits what it leaves of them to the output. It returns how many of the ids were kept and what
+// was inserted after them.
+func (g *generation) keep(ids []int32) (int, []int32, error) {
+	v := g.verdict(ids)
+	if v.Keep+len(v.Insert) == 0 && v.Reason == Continue {
+		return 0, nil, errors.New("engine: a watcher kept nothing and did not end the generation")
+	}
+	kept := slices.Concat(ids[:v.Keep], v.Insert)
+	g.out.IDs = append(g.out.IDs, kept...)
+	g.out.Stats.OutputTokens = len(g.out.IDs)
+	g.sampler.count(kept...)
+	g.out.Reason = v.Reason
+	if g.req.Watcher != nil {
+		if err := g.req.Watcher.Commit(kept); err != nil {
+			return v.Keep, v.Insert, err
+		}
+	}
+	return v.Keep, v.Insert, nil
+}
+
+// publish keeps a token that was drawn after everything before it had run.
+func (g *generation) publish(id int32) error {
+	n, insert, err := g.keep([]int32{id})
+	g.pending = append(append(g.pending[:0], id)[:n], insert...)
+	return err
+}
+
+// round runs the pending tokens and publishes what follows.
+func (g *generation) round(ctx context.Context) error {
+	// With all drafts accepted a round commits one more token than it drafts.
+	room := min(g.req.MaxNew-len(g.out.IDs), g.lane.Context-g.length())
+	k := min(g.req.Draft, room-1)
+	if len(g.pending) == 1 && k > 0 {
+		return g.speculate(k)
+	}
+	if g.req.Draft > 0 {
+		g.out.Stats.FallbackSteps++
+	}
+	if err := g.lane.Runner.Seed(g.lane.Index, g.following()); err != nil {
+		return err
+	}
+	res, err := g.prompt(ctx, g.pending)
+	if err != nil || g.out.Reason != Continue {
+		return err
+	}
+	return g.publish(g.choose(res, drawDecode))
+}
+
+// following are the tokens after each of the lane's carried rows.
+func (g *generation) following() []int32 {
+	at := g.lane.Runner.Dev.Lengths(backend.Lane(g.lane.Index))
+	if n := at.Drafter + 1 - len(g.req.Prompt); n >= 0 {
+		return g.out.IDs[n : at.Target+1-len(g.req.Prompt)]
+	}
+	return slices.Concat(g.req.Prompt, g.out.IDs)[at.Drafter+1 : at.Target+1]
+}
+
+// speculate drafts k tokens, verifies them with the pending one in a pass, and commits the longest prefix that stands with the
+// token after it.
+func (g *generation) speculate(k int) error {
+	r, lane := g.lane.Runner, g.lane.Index
+	var drafts []int32
+	var err error
+	if g.lane.Drafter != nil {
+		if err := r.Seed(lane, g.following()); err != nil {
+			return err
+		}
+		drafts = g.lane.Drafter(g.out.IDs, k)
+	} else if drafts, _, err = r.Draft(lane, g.following(), k, backend.WantLast); err != nil {
+		return err
+	}
+	rows := slices.Concat(g.pending, drafts)
+	at := r.Dev.Lengths(backend.Lane(lane)).Target
+	res, err := r.Launch(backend.Verify, &backend.Control{Lanes: []backend.LaneRows{
+		{Lane: lane, Tokens: rows, Positions: model.Positions(at, len(rows)), Want: g.want(true)},
+	}})
+	if err != nil {
+		return err
+	}
+	accepted := g.accept(res.Lanes[0], drafts)
+	kept, insert, err := g.keep(accepted)
+	if err != nil {
+		return err
+	}
+	g.out.Stats.Rounds++
+	g.out.Stats.Drafted += k
+	for i := range min(kept, len(accepted)-1) {
+		g.out.Stats.Accepted++
+		g.out.Stats.AcceptedAt[i]++
+	}
+	// Of the rows those stay whose successor was kept; the last token kept, and what was inserted, has yet to run.
+	sequence := slices.Concat(g.pending, accepted[:kept], insert)
+	g.pending = append(g.pending[:0], sequence[kept:]...)
+	return r.Dev.Commit(lane, kept)
+}
+
+// accept returns the drafts that stand and the token after them.
+func (g *generation) accept(res backend.LaneResult, drafts []int32) []int32 {
+	if g.req.Sampling.Greedy() {
+		n := 0
+		for n < len(drafts) && drafts[n] == res.Picks[n] {
+			n++
+		}
+		return append(drafts[:n:n], res.Picks[n])
+	}
+	// Penalties count earlier drafts of the round as generated (product.md 9.2.2).
+	position := len(g.out.IDs)
+	for i, d := range drafts {
+		ok, instead := g.sampler.judge(res.Logits[i], d, position+i)
+		if !ok {
+			g.sampler.uncount(drafts[:i]...)
+			return append(drafts[:i:i], instead)
+		}
+		g.sampler.count(d)
+	}
+	bonus := g.sampler.next(res.Logits[len(drafts)], position+len(drafts), drawBonus)
+	g.sampler.uncount(drafts...)
+	return append(drafts[:len(drafts):len(drafts)], bonus)
+}

@@ -1,0 +1,186 @@
+package engine
+
+import (
+	"cmp"
+	"math"
+	"slices"
+
+	"ninfer/internal/num"
+)
+
+// TopKLimit is the most candidates a draw considers.
+const TopKLimit = 20
+
+// Sampling says how a token is drawn from logits. The zero value is greedy.
+type Sampling struct {
+	Temperature float64 // 0 is greedy: everything else is ignored
+	TopP        float64 // 0 counts as 1
+	TopK        int     // 0 counts as TopKLimit
+	MinP        float64
+	Presence    float64 // subtracted from tokens that were generated
+	Frequency   float64 // subtracted once for each time
+	Seed        uint64
+}
+
+// Greedy reports whether the largest logit wins.
+func (s Sampling) Greedy() bool { return s.Temperature == 0 }
+
+// purpose separates the draws at one position.
+type purpose uint64
+
+const (
+	drawFirst purpose = iota + 1
+	drawDecode
+	drawAccept
+	drawCorrection
+	drawBonus
+)
+
+// uniform is a number in [0, 1) that depends on nothing but its arguments (product.md 9.1.3): two rounds of the SplitMix64 output
+// function over the counter, keyed by the seed.
+func uniform(seed uint64, position int, p purpose) float64 {
+	z := mix(seed + 0x9E3779B97F4A7C15*(8*uint64(position)+uint64(p)))
+	return float64(mix(z^seed)>>11) / (1 << 53)
+}
+
+func mix(z uint64) uint64 {
+	z = (z ^ z>>30) * 0xBF58476D1CE4E5B9
+	z = (z ^ z>>27) * 0x94D049BB133111EB
+	return z ^ z>>31
+}
+
+// candidate is a token that may be drawn, with its weight.
+type candidate struct {
+	id     int32
+	value  float64 // adjusted logit
+	weight float64
+}
+
+// sampler filters logits of one request.
+type sampler struct {
+	Sampling
+	ids    int           // ids at or above it never win
+	counts map[int32]int // how often each token was generated
+	list   []candidate   // reused
+}
+
+func newSampler(s Sampling, ids int) *sampler {
+	return &sampler{Sampling: s, ids: ids, counts: map[int32]int{}, list: make([]candidate, 0, TopKLimit+1)}
+}
+
+// filter returns the distribution that is drawn from, best first (product.md 9.1.2). Logits are rounded to BF16, as a device stores
+// them. The result is valid until the next call.
+func (s *sampler) filter(logits []float32) []candidate {
+	limit := s.TopK
+	if limit <= 0 || limit > TopKLimit {
+		limit = TopKLimit
+	}
+	order := func(a, b candidate) int {
+		if c := cmp.Compare(b.value, a.value); c != 0 {
+			return c
+		}
+		return cmp.Compare(a.id, b.id)
+	}
+	list := s.list[:0]
+	for id := range int32(min(s.ids, len(logits))) {
+		v := num.RoundBF16(float64(logits[id]))
+		if n := s.counts[id]; n > 0 {
+			v -= s.Presence + s.Frequency*float64(n)
+		}
+		if len(list) == limit && !(v > list[limit-1].value) || math.IsNaN(v) {
+			continue
+		}
+		c := candidate{id: id, value: v}
+		at, _ := slices.BinarySearchFunc(list, c, order)
+		if len(list) == limit {
+			list = list[:limit-1]
+		}
+		list = slices.Insert(list, at, c)
+	}
+	s.list = list
+	if len(list) == 0 {
+		return nil
+	}
+	var total float64
+	keep := 0
+	for i := range list {
+		list[i].weight = math.Exp((list[i].value - list[0].value) / s.Temperature)
+		if list[i].weight < s.MinP {
+			break
+		}
+		total += list[i].weight
+		keep++
+	}
+	list = list[:keep]
+	if s.TopP > 0 && s.TopP < 1 {
+		var sum float64
+		for i := range list {
+			if sum += list[i].weight; sum >= s.TopP*total {
+				list = list[:i+1]
+				break
+			}
+		}
+	}
+	return list
+}
+
+// draw takes one of the candidates, except the given id, with probability proportional to weight. u is uniform in [0, 1).
+func draw(list []candidate, except int32, u float64) int32 {
+	var total float64
+	last := int32(-1)
+	for _, c := range list {
+		if c.id != except {
+			total += c.weight
+			last = c.id
+		}
+	}
+	u *= total
+	for _, c := range list {
+		if c.id == except {
+			continue
+		}
+		if u -= c.weight; u < 0 {
+			return c.id
+		}
+	}
+	return last
+}
+
+// probability of an id under the candidates.
+func probability(list []candidate, id int32) float64 {
+	var total, p float64
+	for _, c := range list {
+		total += c.weight
+		if c.id == id {
+			p = c.weight
+		}
+	}
+	return p / total
+}
+
+// next draws the token at an output position.
+func (s *sampler) next(logits []float32, position int, p purpose) int32 {
+	return draw(s.filter(logits), -1, uniform(s.Seed, position, p))
+}
+
+// judge decides one draft: whether it stands, and the token drawn in its place if not (product.md 9.2.2). A draft is what a
+// deterministic drafter said, so keeping it with its own probability, and else drawing from the rest, keeps the distribution.
+func (s *sampler) judge(logits []float32, draft int32, position int) (ok bool, instead int32) {
+	list := s.filter(logits)
+	if uniform(s.Seed, position, drawAccept) < probability(list, draft) {
+		return true, 0
+	}
+	return false, draw(list, draft, uniform(s.Seed, position, drawCorrection))
+}
+
+func (s *sampler) count(ids ...int32) {
+	for _, id := range ids {
+		s.counts[id]++
+	}
+}
+
+func (s *sampler) uncount(ids ...int32) {
+	for _, id := range ids {
+		s.counts[id]--
+	}
+}
