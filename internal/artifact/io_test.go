@@ -372,14 +372,14 @@ func TestWriterRefuses(t *testing.T) {
 				return 0, &os.PathError{Op: "write", Path: f.Name(), Err: syscall.ENOSPC}
 			}
 			return f.WriteAt(p, off)
-		}}, all, "no space left on device"},
+		}}, all, syscall.ENOSPC.Error()},
 		{"stamping fails", hooks{writeAt: func(f *os.File, p []byte, off int64) (int, error) {
 			if off == idOffset {
 				return 0, syscall.EIO
 			}
 			return f.WriteAt(p, off)
-		}}, all, "input/output error"},
-		{"framing fails", hooks{writeAt: func(f *os.File, p []byte, off int64) (int, error) { return 0, syscall.EIO }}, nil, "input/output error"},
+		}}, all, syscall.EIO.Error()},
+		{"framing fails", hooks{writeAt: func(f *os.File, p []byte, off int64) (int, error) { return 0, syscall.EIO }}, nil, syscall.EIO.Error()},
 		{"publishing the entry fails", hooks{link: func(from, to string) error {
 			if strings.HasSuffix(to, "tiny.ninfer") {
 				return &os.LinkError{Op: "link", Old: from, New: to, Err: syscall.EIO}

@@ -115,7 +115,13 @@ func (l *lock) begin(files []outFile) error {
 	for _, f := range files {
 		line.Files = append(line.Files, journalFile{f.name, f.temp, f.length})
 	}
-	return l.append(line)
+	if err := l.append(line); err != nil {
+		return err
+	}
+	if err := syncDir(l.dir); err != nil {
+		return fmt.Errorf("artifact: %s: %w", l.dir, cause(err))
+	}
+	return nil
 }
 
 func (l *lock) publishing(id [16]byte, stamps []int64) error {

@@ -59,7 +59,7 @@ func linkCount(path string) (uint64, error) {
 // no hard links.
 func noHardLinks(err error) bool {
 	return errors.Is(err, windows.ERROR_INVALID_FUNCTION) || errors.Is(err, windows.ERROR_NOT_SUPPORTED) ||
-		errors.Is(err, windows.ERROR_ACCESS_DENIED)
+		errors.Is(err, fs.ErrPermission)
 }
 
 // renameNoReplace renames a file, failing with fs.ErrExist if the new name is

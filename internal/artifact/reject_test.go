@@ -342,7 +342,7 @@ func TestRejectPart(t *testing.T) {
 		rule  int
 		says  string
 	}{
-		{"R21/missing", nil, 21, "no such file"},
+		{"R21/missing", nil, 21, "missing"},
 		{"R21/empty", []byte{}, 21, "0 bytes"},
 		{"R21/short header", good[:31], 21, "31 bytes"},
 		{"R22/entry as part", entryBytes(sampleText, 1152), 22, "magic"},
