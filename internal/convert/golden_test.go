@@ -64,7 +64,7 @@ func TestGolden(t *testing.T) {
 			dir := t.TempDir()
 			var steps []Step
 			r, f := convert(t, Options{Model: model, Out: filepath.Join(dir, output), Progress: func(s Step) { steps = append(steps, s) }})
-			checkContent(t, model, f, tt.rows)
+			checkContent(t, model, f, tt.rows, nil)
 			checkReport(t, r, f)
 
 			n := len(f.Directory().Objects)
@@ -156,7 +156,7 @@ func half(x float64) float64 {
 }
 
 // checkContent compares every object with what the checkpoint holds.
-func checkContent(t *testing.T, model string, f *artifact.File, rows int) {
+func checkContent(t *testing.T, model string, f *artifact.File, rows int, counts []int64) {
 	t.Helper()
 	src, err := hf.Open(model)
 	if err != nil {
@@ -185,7 +185,7 @@ func checkContent(t *testing.T, model string, f *artifact.File, rows int) {
 	for i := range chosen {
 		chosen[i] = int(int32(binary.LittleEndian.Uint32(ids.Data[4*i:])))
 	}
-	checkChosen(t, chosen, get("lm_head.weight"))
+	checkChosen(t, chosen, get("lm_head.weight"), counts)
 
 	visual := strings.NewReplacer("vision/layers/", "model.visual.blocks.", "vision/merger/norm/", "model.visual.merger.norm.",
 		"vision/merger/", "model.visual.merger.linear_", "/attention/qkv", ".attn.qkv", "/attention/output", ".attn.proj",
@@ -385,8 +385,8 @@ func checkGrouped(t *testing.T, id string, x num.Tensor, source []byte, group in
 	}
 }
 
-// checkChosen picks the proposal rows again without a ranking: a rank is the number of ids that are better.
-func checkChosen(t *testing.T, got []int, head hf.Tensor) {
+// checkChosen picks the proposal rows again; without counts the rank by count is the id. A rank is the number of ids that are better.
+func checkChosen(t *testing.T, got []int, head hf.Tensor, counts []int64) {
 	t.Helper()
 	ids := map[int]int{512: 480, 2048: 2000}[head.Shape[0]] // tokenizer ids, by the golden data's README
 	if ids == 0 {
@@ -406,12 +406,18 @@ func checkChosen(t *testing.T, got []int, head hf.Tensor) {
 	var list []token
 	for i := range norm {
 		rank := 0
+		if counts == nil {
+			rank = i
+		}
 		for j := range norm {
+			if counts != nil && (counts[j] > counts[i] || counts[j] == counts[i] && j < i) {
+				rank++
+			}
 			if norm[j] > norm[i] || norm[j] == norm[i] && j < i {
 				rank++
 			}
 		}
-		list = append(list, token{i, i + rank})
+		list = append(list, token{i, rank})
 	}
 	byScore := func(a, b token) int { return cmp.Compare(a.score, b.score) }
 	slices.SortStableFunc(list, byScore)

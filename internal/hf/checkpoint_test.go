@@ -369,3 +369,19 @@ func FuzzHeader(f *testing.F) {
 		}
 	})
 }
+
+// TestOpenFile: one file outside a checkpoint folder; int32 is read there.
+func TestOpenFile(t *testing.T) {
+	dir := files(t, map[string][]byte{"x.safetensors": shardOf(`{"a":{"dtype":"I32","shape":[2],"data_offsets":[0,8]}}`, 8)})
+	c, err := OpenFile(filepath.Join(dir, "x.safetensors"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if a, err := c.Tensor("a"); err != nil || a.DType != "I32" || len(a.Data) != 8 || len(c.Config()) != 0 {
+		t.Errorf("%+v: %v", a, err)
+	}
+	if _, err := OpenFile(filepath.Join(dir, "y.safetensors")); err == nil || !strings.Contains(err.Error(), "y.safetensors") {
+		t.Errorf("missing file: %v", err)
+	}
+}
