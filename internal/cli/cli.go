@@ -1,0 +1,212 @@
+// Package cli is the command line: one file per command. It alone picks a backend and wires the packages together.
+//
+// Results go to stdout, everything else to stderr: one line, lower case, with the program's name, and a second line "hint: ..." where
+// the cure is known. Exit status 0 is success, 1 a failure, 2 a usage error, 130 an interrupted run.
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"runtime/debug"
+	"strings"
+
+	"github.com/alecthomas/kong"
+)
+
+// Exit statuses.
+const (
+	exitOK          = 0
+	exitFailure     = 1
+	exitUsage       = 2
+	exitInterrupted = 130
+)
+
+// commands is the whole command line.
+type commands struct {
+	Version versionFlag `help:"Print version and revision."`
+
+	Convert  convertCommand  `cmd:"" help:"Turn a checkpoint into an artifact."`
+	Verify   verifyCommand   `cmd:"" help:"Check every byte of an artifact."`
+	Inspect  inspectCommand  `cmd:"" help:"Show what an artifact holds."`
+	Selftest selftestCommand `cmd:"" help:"Compare this machine with recorded results of the reference implementation."`
+}
+
+// environment is where a command reads and writes.
+type environment struct {
+	ctx context.Context
+	in  io.Reader
+	out io.Writer
+	err io.Writer
+}
+
+// say writes one line for a person.
+func (e *environment) say(format string, args ...any) {
+	fmt.Fprintf(e.err, "ninfer: "+format+"\n", args...)
+}
+
+// usageError is an error of how the program was called.
+type usageError struct{ error }
+
+func (e usageError) Unwrap() error { return e.error }
+
+func usagef(format string, args ...any) error { return usageError{fmt.Errorf(format, args...)} }
+
+// hintedError is an error with a known cure.
+type hintedError struct {
+	error
+	hint string
+}
+
+func (e hintedError) Unwrap() error { return e.error }
+
+// statusError ends the program with a status; everything worth saying was said.
+type statusError int
+
+func (e statusError) Error() string { return fmt.Sprintf("exit status %d", int(e)) }
+
+// coder is an error that knows its exit status, such as convert's.
+type coder interface{ ExitCode() int }
+
+// programs maps the names of the family's separate programs to commands (product.md 2.1.2).
+var programs = map[string]string{"ninfer-serve": "serve", "ninfer_bench": "bench", "ninfer-perplexity": "perplexity"}
+
+// Main runs the program with its arguments, the first being its own name, and returns the exit status.
+func Main(args []string, in io.Reader, out, errw io.Writer) int {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
+	defer stop()
+	go func() { // a second interrupt ends the program at once
+		<-ctx.Done()
+		stop()
+	}()
+	env := &environment{ctx: ctx, in: in, out: out, err: errw}
+	err := env.run(args)
+	var status statusError
+	var hinted hintedError
+	var coded coder
+	var usage usageError
+	switch {
+	case err == nil:
+		return exitOK
+	case errors.As(err, &status):
+		return int(status)
+	}
+	env.say("%v", err)
+	if errors.As(err, &hinted) {
+		fmt.Fprintf(errw, "hint: %s\n", hinted.hint)
+	}
+	switch {
+	case errors.As(err, &coded):
+		return coded.ExitCode()
+	case errors.As(err, &usage):
+		return exitUsage
+	}
+	return exitFailure
+}
+
+// exited is how kong's own exits (help, version) leave the parser.
+type exited int
+
+func (e *environment) run(args []string) (err error) {
+	var c commands
+	parser, err := kong.New(&c,
+		kong.Name("ninfer"),
+		kong.Description("Runs Qwen3.8-Flash-Next artifacts (.ninfer) on one NVIDIA GPU or on the CPU."),
+		kong.Writers(e.out, e.err),
+		kong.Exit(func(code int) { panic(exited(code)) }),
+		kong.UsageOnError(),
+		kong.ConfigureHelp(kong.HelpOptions{Compact: true, NoExpandSubcommands: true}),
+		kong.Bind(e),
+	)
+	if err != nil {
+		panic(err)
+	}
+	defer func() {
+		switch code := recover().(type) {
+		case nil:
+		case exited:
+			err = nil
+			if code != 0 {
+				err = statusError(code)
+			}
+		default:
+			panic(code)
+		}
+	}()
+	words := e.expand(args, parser)
+	if len(words) == 0 {
+		words = []string{"--help"}
+	}
+	ctx, err := parser.Parse(words)
+	if err != nil {
+		return hintedError{usageError{err}, "ninfer --help, or ninfer COMMAND --help"}
+	}
+	if err := repeated(ctx); err != nil {
+		return err
+	}
+	return ctx.Run()
+}
+
+// expand turns the older forms into commands: a program of the family by its own name, and an artifact as the first word.
+func (e *environment) expand(args []string, parser *kong.Kong) []string {
+	name, words := strings.TrimSuffix(filepath.Base(args[0]), ".exe"), args[1:]
+	if command, ok := programs[name]; ok {
+		return append([]string{command}, words...)
+	}
+	if len(words) == 0 || strings.HasPrefix(words[0], "-") {
+		return words
+	}
+	for _, c := range parser.Model.Children {
+		if c.Name == words[0] {
+			return words
+		}
+	}
+	if _, err := os.Stat(words[0]); err == nil || strings.HasSuffix(words[0], ".ninfer") {
+		return append([]string{"run"}, words...)
+	}
+	return words
+}
+
+// repeated refuses an option that is given twice and holds one value.
+func repeated(ctx *kong.Context) error {
+	seen := map[*kong.Flag]bool{}
+	for _, p := range ctx.Path {
+		if p.Flag == nil || p.Flag.IsCumulative() {
+			continue
+		}
+		if seen[p.Flag] {
+			return usagef("option --%s is given twice", p.Flag.Name)
+		}
+		seen[p.Flag] = true
+	}
+	return nil
+}
+
+// versionFlag prints the version.
+type versionFlag bool
+
+// BeforeReset runs as soon as the flag is seen.
+func (versionFlag) BeforeReset(app *kong.Kong, e *environment) error {
+	fmt.Fprintln(e.out, "ninfer", version())
+	app.Exit(exitOK)
+	return nil
+}
+
+// release is set by the linker for released binaries.
+var release = "development"
+
+func version() string {
+	revision := ""
+	if b, ok := debug.ReadBuildInfo(); ok {
+		for _, s := range b.Settings {
+			if s.Key == "vcs.revision" {
+				revision = " " + s.Value
+			}
+		}
+	}
+	return release + revision
+}

@@ -1,0 +1,45 @@
+package cli
+
+import (
+	"fmt"
+	"time"
+
+	"ninfer/internal/convert"
+)
+
+type convertCommand struct {
+	Model            string `required:"" placeholder:"DIR" help:"Checkpoint folder (config.json, safetensors)."`
+	Out              string `required:"" placeholder:"FILE" help:"Artifact to write; its name is fixed by the options."`
+	SourceProfile    string `default:"radixark" placeholder:"P" help:"Layout of the checkpoint: radixark or swift."`
+	PLEFormat        string `name:"ple-format" placeholder:"F" help:"Re-encode the n-gram table: fp8_e4m3fn."`
+	ProjectionFormat string `placeholder:"F" help:"Re-encode the 16-bit matrices: fp8_e4m3fn_row_bf16."`
+	MTPExpertFormat  string `name:"mtp-expert-format" placeholder:"F" help:"Re-encode the drafter's experts: nvfp4."`
+	MaxFileBytes     int64  `placeholder:"N" help:"Largest file; the payload continues in parts. Default 32000000000."`
+	DraftRanking     string `placeholder:"FILE" help:"Token counts that choose the proposal head's rows."`
+	Device           string `default:"cuda" enum:"cpu,cuda" help:"Accepted for older command lines; the arithmetic always runs on the CPU."`
+	Quiet            bool   `help:"No line per object."`
+}
+
+func (c *convertCommand) Run(e *environment) error {
+	if c.MaxFileBytes < 0 {
+		return usagef("--max-file-bytes is %d, need a positive number", c.MaxFileBytes)
+	}
+	report, err := convert.Run(e.ctx, convert.Options{
+		Model: c.Model, Out: c.Out, Profile: c.SourceProfile, PLEFormat: c.PLEFormat, ProjectionFormat: c.ProjectionFormat,
+		MTPExpertFormat: c.MTPExpertFormat, MaxFileBytes: c.MaxFileBytes, DraftRanking: c.DraftRanking,
+		Progress: func(s convert.Step) {
+			if c.Quiet {
+				return
+			}
+			rate := float64(s.Done) / max(s.Elapsed.Seconds(), 1e-3)
+			left := time.Duration(float64(s.All-s.Done) / max(rate, 1) * float64(time.Second)).Round(time.Second)
+			fmt.Fprintf(e.err, "[%d/%d] %s  %.1f MB/s  %v left\n", s.Index, s.Total, s.Name, rate/1e6, left)
+		},
+	})
+	if err != nil {
+		return err
+	}
+	fmt.Fprintf(e.out, "%s: %d objects, %d bytes in %d files, id %s, %.1f s\n",
+		report.Output, report.Objects.Count, report.FileBytes, len(report.Files), report.ArtifactID, report.ElapsedSeconds)
+	return nil
+}

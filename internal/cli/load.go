@@ -1,0 +1,103 @@
+package cli
+
+import (
+	"cmp"
+	"encoding/json/v2"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+
+	"ninfer/internal/arch"
+	"ninfer/internal/artifact"
+	"ninfer/internal/model"
+	"ninfer/internal/text/chat"
+	"ninfer/internal/text/token"
+)
+
+// sorted returns a map's keys in order.
+func sorted[K cmp.Ordered, V any](m map[K]V) []K { return slices.Sorted(maps.Keys(m)) }
+
+// loaded is an opened artifact with everything that text needs.
+type loaded struct {
+	store     model.Artifact
+	config    *arch.Config
+	tokenizer *token.Tokenizer
+	template  *chat.Template
+	stopIDs   []int32 // generation_config.json's eos_token_id
+}
+
+// errNoModel is what commands say where an artifact is needed and none is named.
+var errNoModel = usageError{hintedError{errors.New("no artifact named, and this build has no model of its own"), "name a .ninfer file; ninfer convert makes one"}}
+
+// load opens an artifact and reads its frontend.
+func load(path string) (*loaded, error) {
+	if path == "" {
+		return nil, errNoModel
+	}
+	f, err := artifact.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	l := &loaded{store: model.Artifact{File: f}}
+	if err := l.frontend(); err != nil {
+		f.Close()
+		return nil, err
+	}
+	return l, nil
+}
+
+func (l *loaded) frontend() error {
+	var err error
+	if l.config, err = l.store.Config(); err != nil {
+		return err
+	}
+	resource := func(role string) []byte {
+		var b []byte
+		if err == nil {
+			b, err = l.store.Resource("text", role)
+		}
+		return b
+	}
+	tokenizer, config, template, generation := resource("tokenizer.json"), resource("tokenizer_config.json"), resource("chat_template.jinja"), resource("generation_config.json")
+	if err != nil {
+		return err
+	}
+	if l.tokenizer, err = token.Load(tokenizer, config); err != nil {
+		return fmt.Errorf("%s: %w", l.store.File.Path(), err)
+	}
+	if l.template, err = chat.NewTemplate("chat_template.jinja", template); err != nil {
+		return fmt.Errorf("%s: %w", l.store.File.Path(), err)
+	}
+	if l.stopIDs, err = stopIDs(generation); err != nil {
+		return fmt.Errorf("%s: generation_config.json: %w", l.store.File.Path(), err)
+	}
+	return nil
+}
+
+// stopIDs reads eos_token_id: one id or a list.
+func stopIDs(generation []byte) ([]int32, error) {
+	var many struct {
+		IDs []int32 `json:"eos_token_id"`
+	}
+	if err := json.Unmarshal(generation, &many); err == nil {
+		return many.IDs, nil
+	}
+	var one struct {
+		ID int32 `json:"eos_token_id"`
+	}
+	err := json.Unmarshal(generation, &one)
+	return []int32{one.ID}, err
+}
+
+// bind binds the weights.
+func (l *loaded) bind(opt model.Options) (*model.Model, error) {
+	opt.IDs = l.tokenizer.Count()
+	m, err := model.Bind(l.config, l.store, opt)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", l.store.File.Path(), err)
+	}
+	return m, nil
+}
+
+func (l *loaded) close() { l.store.File.Close() }
