@@ -208,3 +208,36 @@ func TestCheckProfile(t *testing.T) {
 		}
 	}
 }
+
+// FuzzConfig: no config.json and no component config makes the parser panic, and what it accepts is described and read back alike.
+func FuzzConfig(f *testing.F) {
+	micro, err := os.ReadFile("../../testdata/micro-radixark/checkpoint/config.json")
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Add(micro)
+	f.Add(officialJSON)
+	f.Add([]byte(`{"architectures":["Qwen4ExpForConditionalGeneration"],"model_type":"qwen4_exp","text_config":{"num_hidden_layers":9000000000000000},"vision_config":{}}`))
+	f.Add([]byte(`{"architectures":["Qwen4ExpForConditionalGeneration"],"model_type":"qwen4_exp","text_config":{},"vision_config":{}}`))
+	f.Fuzz(func(t *testing.T, data []byte) {
+		_, _ = FromComponents(data, data)
+		c, err := ParseConfig(data)
+		if err != nil {
+			if strings.Contains(err.Error(), "\n") {
+				t.Errorf("error of more than one line: %q", err)
+			}
+			return
+		}
+		d, err := Describe(c, Variant{Profile: Radixark}, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		back, err := FromComponents(d.Components[0].Config, d.Components[2].Config)
+		if err != nil {
+			t.Fatalf("accepted, but its description is not: %v", err)
+		}
+		if back.IsOfficial() != c.IsOfficial() || back.Text.HiddenSize != c.Text.HiddenSize || back.Text.ResetID() != c.Text.ResetID() {
+			t.Errorf("read back as another config")
+		}
+	})
+}

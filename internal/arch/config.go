@@ -234,7 +234,7 @@ func (c *Config) parse() error {
 	} else if p := t.TopPartialRotary; p != nil {
 		t.PartialRotary = *p
 	}
-	if t.LayerTypes == nil && t.FullAttentionInterval > 0 {
+	if t.LayerTypes == nil && t.FullAttentionInterval > 0 && t.Layers <= maxLayers {
 		for i := range t.Layers {
 			kind := "linear_attention"
 			if (i+1)%t.FullAttentionInterval == 0 {
@@ -280,6 +280,9 @@ func (c *Config) checkAgreement() error {
 	return nil
 }
 
+// maxLayers bounds what a config can make the program allocate.
+const maxLayers = 4096
+
 // limit is one requirement on an integer member.
 type limit struct {
 	member string
@@ -293,7 +296,7 @@ func (c *Config) check() error {
 	t, v := &c.Text, &c.Vision
 	const big = 1 << 20
 	for _, l := range []limit{
-		{"hidden_size", t.HiddenSize, big}, {"num_hidden_layers", t.Layers, 4096}, {"vocab_size", t.VocabSize, 1 << 28},
+		{"hidden_size", t.HiddenSize, big}, {"num_hidden_layers", t.Layers, maxLayers}, {"vocab_size", t.VocabSize, 1 << 28},
 		{"num_attention_heads", t.Heads, 4096}, {"num_key_value_heads", t.KVHeads, 4096}, {"head_dim", t.HeadDim, 4096},
 		{"full_attention_interval", t.FullAttentionInterval, 4096}, {"max_position_embeddings", t.MaxPositions, 1 << 30},
 		{"linear_num_key_heads", t.LinearKeyHeads, 4096}, {"linear_key_head_dim", t.LinearKeyHeadDim, 4096},

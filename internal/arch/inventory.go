@@ -238,13 +238,7 @@ func (b *builder) bank(id string, s Source, divisors Op, shape ...int) {
 	b.add(id+DivisorsSuffix, num.FP32, s, shape[0])
 }
 
-// The input maxima that the drafter's activation divisors assume (artifact.md 2.8, profile B): the divisors are constants, no
-// calibration is run.
-const (
-	DraftGateUpInputMax = 24
-	DraftDownInputMax   = 2720
-)
-
+// draftBanks adds the drafter's experts. Re-encoded ones have constant activation divisors: no calibration is run for them.
 func (b *builder) draftBanks(p string) {
 	t := &b.c.Text
 	gateUp := []int{t.Experts, 2 * t.ExpertIntermediate, t.HiddenSize}
@@ -254,10 +248,9 @@ func (b *builder) draftBanks(p string) {
 		b.copied(p+BankDownBF16, down...)
 		return
 	}
-	const nvfp4Max = 6 * 448
-	s := Source{Op: OpEncodeBank, Name: p + BankGateUpBF16, DType: "BF16", Shape: gateUp, Constant: float32(float64(nvfp4Max) / DraftGateUpInputMax)}
+	s := Source{Op: OpEncodeBank, Name: p + BankGateUpBF16, DType: "BF16", Shape: gateUp, Constant: num.GateUpActivationDivisor}
 	b.bank(p+BankGateUp, s, OpConstant, gateUp...)
-	s = Source{Op: OpEncodeBank, Name: p + BankDownBF16, DType: "BF16", Shape: down, Constant: float32(float64(nvfp4Max) / DraftDownInputMax)}
+	s = Source{Op: OpEncodeBank, Name: p + BankDownBF16, DType: "BF16", Shape: down, Constant: num.DownActivationDivisor}
 	b.bank(p+BankDown, s, OpConstant, down...)
 }
 

@@ -179,8 +179,6 @@ func TestOfficialSources(t *testing.T) {
 		index int
 	}{
 		{Variant{Profile: Radixark}, 296475},
-		{Variant{Profile: Radixark, FP8Proj: true, NVFP4MTP: true}, 296475},
-		{Variant{Profile: Swift}, 296474},
 		{Variant{Profile: Swift, FP8PLE: true}, 296474},
 	} {
 		specs := officialInventory(t, tt.v)

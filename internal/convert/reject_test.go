@@ -336,7 +336,7 @@ func TestTensors(t *testing.T) {
 		{"nan weight_scale_2", both(set(gate+"weight_scale_2", scalar(math.NaN())), set(up+"weight_scale_2", scalar(math.NaN()))), Source, []string{gate + "weight_scale_2", "NaN"}},
 		{"infinite input_scale", set(layer0+"mlp.experts.0.down_proj.input_scale", scalar(math.Inf(1))), Source, []string{"down_proj.input_scale", "Inf"}},
 		{"tiny weight_scale_2", set(layer0+"mlp.experts.0.down_proj.weight_scale_2", scalar(1e-40)), Source, []string{"down_proj.weight_scale_2", "reciprocal"}},
-		{"signed block scale", patch(up+"weight_scale", func(x *raw) { x.data[9] = 0x80 }), Source, []string{up + "weight_scale", "0x80", "row 1 column 1"}},
+		{"signed block scale", patch(up+"weight_scale", func(x *raw) { x.data[9] = 0x80 }), Source, []string{up + "weight_scale", "0x80", "row 1 group 1"}},
 		{"nan block scale", patch(layer0+"mlp.experts.7.down_proj.weight_scale", func(x *raw) { x.data[len(x.data)-1] = 0x7f }), Source, []string{"experts.7.down_proj.weight_scale", "0x7f"}},
 		{"nan head", word("lm_head.weight", 128*5+7, nan), Encode, []string{"lm_head.weight", "row 5 column 7", "NaN"}},
 		{"infinite vision", word("model.visual.blocks.0.attn.qkv.weight", 0, inf), Encode, []string{"blocks.0.attn.qkv.weight", "Inf"}},
@@ -418,7 +418,7 @@ func TestRanking(t *testing.T) {
 	for _, n := range []int{0, 1, 512*8 - 1, 512*8 + 8, 480 * 8} {
 		refuse(t, Options{Model: micro, DraftRanking: file(fmt.Sprint("size", n), n)}, Source, "size", fmt.Sprint(n), "4096")
 	}
-	refuse(t, Options{Model: micro, DraftRanking: dir}, Source, dir)
+	refuse(t, Options{Model: micro, DraftRanking: dir}, Source, dir, "not a file")
 }
 
 // TestWriteError is S18 in the middle: the disk fills at each of many places.

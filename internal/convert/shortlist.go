@@ -60,7 +60,10 @@ func readRanking(path string, vocab int) ([]int64, string, error) {
 		return nil, "", fmt.Errorf("draft ranking: %w", err)
 	}
 	row := 8 * int64(vocab)
-	if !info.Mode().IsRegular() || info.Size() == 0 || info.Size()%row != 0 {
+	if !info.Mode().IsRegular() {
+		return nil, "", fail(Source, "draft ranking %s is not a file", path)
+	}
+	if info.Size() == 0 || info.Size()%row != 0 {
 		return nil, "", fail(Source, "draft ranking %s has %d bytes, need rows of %d (8 for each of the %d ids of vocab_size)", path, info.Size(), row, vocab)
 	}
 	h := sha256.New()

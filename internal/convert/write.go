@@ -278,7 +278,7 @@ func (c *conversion) bank(i int, out *sink, b *buffer) error {
 			}
 			for j, w := range words {
 				if w >= 0x7f { // a sign, or not a number: S13
-					return fail(Source, "%s: tensor %q: scale word 0x%02x at row %d column %d is negative or not a number",
+					return fail(Source, "%s: tensor %q: scale word 0x%02x of row %d group %d is negative or not a number",
 						t.File, name, w, j/(cols/16), j%(cols/16))
 				}
 			}
