@@ -1,0 +1,184 @@
+package cli
+
+import (
+	"slices"
+	"strconv"
+	"strings"
+
+	"ninfer/internal/backend"
+	"ninfer/internal/backend/cpu"
+	"ninfer/internal/engine"
+	"ninfer/internal/model"
+)
+
+// modelFlags are the options of run and serve that shape the model and its device (product.md 2.2).
+type modelFlags struct {
+	MaxContext    int    `placeholder:"N" help:"Token ceiling of a sequence, prompt and output together."`
+	KVCapacity    string `name:"kv-capacity" placeholder:"N" help:"Tokens of the pool of all sequences, or auto. Default: the context."`
+	KVDtype       string `name:"kv-dtype" default:"bf16" placeholder:"T" help:"Cache format: bf16 or fp8."`
+	PrefillChunk  int    `default:"1024" placeholder:"N" help:"Most prompt tokens of a pass; a multiple of 128."`
+	Spec          string `placeholder:"mtp" help:"Draft with the model's MTP head."`
+	DraftTokens   int    `placeholder:"K" help:"Drafts a round, 1 to 5."`
+	LMHeadDraft   bool   `name:"lm-head-draft" help:"Draft through the reduced proposal head."`
+	DraftPolicy   string `default:"fixed" placeholder:"P" help:"fixed or adaptive."`
+	Vision        bool   `help:"Accept images and video."`
+	GDNStateDtype string `name:"gdn-state-dtype" default:"fp32" placeholder:"T" help:"Recurrent state: fp32 or bf16."`
+	Device        string `placeholder:"D" help:"cpu, cuda or a device number. Default: the GPU if usable, else the CPU."`
+	NoCUDAGraph   bool   `name:"no-cuda-graph" help:"Run decode without graph replay; same tokens."`
+	ChatTemplate  string `placeholder:"FILE" help:"Use this template instead of the artifact's."`
+	LogLevel      string `default:"info" enum:"trace,debug,info,warning,error,critical,off" placeholder:"L" help:"trace, debug, info, warning, error, critical or off."`
+}
+
+// check refuses what is out of range and what this build does not have. lanes is the number of sequences at a time.
+func (f *modelFlags) check(lanes int) error {
+	switch {
+	case f.MaxContext < 1 || f.MaxContext > 262144:
+		return usagef("--max-context is %d, need 1 to 262144", f.MaxContext)
+	case f.PrefillChunk < 128 || f.PrefillChunk%128 != 0:
+		return usagef("--prefill-chunk is %d, need a positive multiple of 128", f.PrefillChunk)
+	case f.KVDtype != "bf16" && f.KVDtype != "fp8":
+		return usagef("--kv-dtype %s: this model has bf16 and fp8", f.KVDtype)
+	case f.KVDtype == "fp8":
+		return usagef("--kv-dtype fp8: not on the CPU, which keeps the cache in full precision; use bf16")
+	case f.GDNStateDtype != "fp32" && f.GDNStateDtype != "bf16":
+		return usagef("--gdn-state-dtype %s: need fp32 or bf16", f.GDNStateDtype)
+	case f.GDNStateDtype == "bf16":
+		return usagef("--gdn-state-dtype bf16: not on the CPU; use fp32")
+	case f.Spec == "dflash" || f.Spec == "dflash2":
+		return usagef("--spec %s: not available for this model; use mtp", f.Spec)
+	case f.Spec != "" && f.Spec != "mtp":
+		return usagef("--spec %s: need mtp", f.Spec)
+	case f.Spec == "" && (f.DraftTokens != 0 || f.LMHeadDraft || f.DraftPolicy != "fixed"):
+		return usagef("--draft-tokens, --lm-head-draft and --draft-policy need --spec mtp")
+	case f.Spec != "" && (f.DraftTokens < 1 || f.DraftTokens > 5):
+		return usagef("--spec mtp needs --draft-tokens 1 to 5")
+	case f.DraftPolicy != "fixed" && f.DraftPolicy != "adaptive":
+		return usagef("--draft-policy %s: need fixed or adaptive", f.DraftPolicy)
+	case f.DraftPolicy == "adaptive":
+		return usagef("--draft-policy adaptive: not in this build; use fixed")
+	case f.Vision:
+		return usagef("--vision: this build has no media support")
+	}
+	if err := f.checkCapacity(lanes); err != nil {
+		return err
+	}
+	return f.checkDevice()
+}
+
+// checkCapacity holds the pool between one full sequence and all of them.
+func (f *modelFlags) checkCapacity(lanes int) error {
+	if f.KVCapacity == "" || f.KVCapacity == "auto" {
+		return nil
+	}
+	const page = 64
+	most := lanes * ((f.MaxContext + page - 1) / page) * page
+	n, err := strconv.Atoi(f.KVCapacity)
+	if err != nil || n < f.MaxContext || n > most {
+		return usagef("--kv-capacity is %s, need auto or %d to %d: one full context to %d of them", f.KVCapacity, f.MaxContext, most, lanes)
+	}
+	return nil
+}
+
+func (f *modelFlags) checkDevice() error {
+	if f.Device == "" || f.Device == "cpu" {
+		return nil
+	}
+	if _, err := strconv.ParseUint(f.Device, 10, 16); err != nil && f.Device != "cuda" {
+		return usagef("--device %s: need cpu, cuda or a device number", f.Device)
+	}
+	return usagef("--device %s: this build runs on the CPU only; use --device cpu", f.Device)
+}
+
+// options are what to bind of the model.
+func (f *modelFlags) options() model.Options {
+	return model.Options{Drafter: f.Spec != "", Proposal: f.LMHeadDraft}
+}
+
+// lane makes a device with one lane for the model and a generator on it. Close the lane's device after use.
+func (f *modelFlags) lane(e *environment, m *model.Model) (*engine.Lane, error) {
+	if most := m.Config.Text.MaxPositions; f.MaxContext > most {
+		return nil, usagef("--max-context is %d, the model has %d positions", f.MaxContext, most)
+	}
+	if f.Device == "" {
+		e.say("no GPU backend in this build: running on the CPU")
+	}
+	chunk := min(f.PrefillChunk, f.MaxContext)
+	dev := openCPU(m, f.MaxContext, f.DraftTokens+1, chunk)
+	return &engine.Lane{Runner: model.NewRunner(m, dev, chunk), Context: f.MaxContext}, nil
+}
+
+// openCPU returns a CPU device with one lane: room for tokens, so many rows in a round, and a prompt's chunk waiting for the drafter.
+func openCPU(m *model.Model, tokens, round, chunk int) backend.Device {
+	return cpu.NewOracle(cpu.Options{States: m.States, Lanes: 1, Tokens: tokens, Verify: round, Carry: chunk + round})
+}
+
+// samplingFlags are the options of run and serve that shape the draw. Nil is the default of the model and mode.
+type samplingFlags struct {
+	NoThinking       bool     `help:"Answer without thinking."`
+	PreserveThinking bool     `help:"Keep the reasoning of finished turns in the prompt."`
+	Greedy           bool     `help:"Always the most likely token; overrides every temperature."`
+	Temperature      *float64 `placeholder:"F" help:"0 to 2; 0 is greedy."`
+	TopP             *float64 `placeholder:"F" help:"0 to 1."`
+	TopK             *int     `placeholder:"N" help:"0 to 20; 0 is 20."`
+	MinP             *float64 `placeholder:"F" help:"0 to 1."`
+	PresencePenalty  *float64 `placeholder:"F" help:"-2 to 2."`
+	FrequencyPenalty *float64 `placeholder:"F" help:"-2 to 2."`
+	Seed             *uint64  `placeholder:"N" help:"Seed of the draws."`
+}
+
+func (f *samplingFlags) check() error {
+	for _, r := range []struct {
+		name     string
+		v        *float64
+		low, top float64
+	}{
+		{"temperature", f.Temperature, 0, 2}, {"top-p", f.TopP, 0, 1}, {"min-p", f.MinP, 0, 1},
+		{"presence-penalty", f.PresencePenalty, -2, 2}, {"frequency-penalty", f.FrequencyPenalty, -2, 2},
+	} {
+		if r.v != nil && !(*r.v >= r.low && *r.v <= r.top) {
+			return usagef("--%s is %v, need %v to %v", r.name, *r.v, r.low, r.top)
+		}
+	}
+	if f.TopK != nil && (*f.TopK < 0 || *f.TopK > engine.TopKLimit) {
+		return usagef("--top-k is %d, need 0 to %d", *f.TopK, engine.TopKLimit)
+	}
+	return nil
+}
+
+// sampling overlays the options on the defaults of the mode (product.md 8.7).
+func (f *samplingFlags) sampling(thinking bool) engine.Sampling {
+	s := engine.Sampling{Temperature: 1, TopP: 0.95, TopK: 20}
+	if !thinking {
+		s = engine.Sampling{Temperature: 0.7, TopP: 0.8, TopK: 20, Presence: 1.5}
+	}
+	set(&s.Temperature, f.Temperature)
+	set(&s.TopP, f.TopP)
+	set(&s.TopK, f.TopK)
+	set(&s.MinP, f.MinP)
+	set(&s.Presence, f.PresencePenalty)
+	set(&s.Frequency, f.FrequencyPenalty)
+	set(&s.Seed, f.Seed)
+	if f.Greedy {
+		s.Temperature = 0
+	}
+	return s
+}
+
+func set[T any](dst, v *T) {
+	if v != nil {
+		*dst = *v
+	}
+}
+
+// parseIDs reads a list of token ids separated by commas or white space.
+func parseIDs(list string) ([]int32, error) {
+	var ids []int32
+	for _, w := range strings.FieldsFunc(list, func(r rune) bool { return r == ',' || slices.Contains([]rune(" \t\r\n"), r) }) {
+		id, err := strconv.ParseInt(w, 10, 32)
+		if err != nil || id < 0 {
+			return nil, usagef("%q is not a token id", w)
+		}
+		ids = append(ids, int32(id))
+	}
+	return ids, nil
+}
