@@ -47,9 +47,6 @@ type Step struct {
 // Rate is the mean speed so far in bytes per second.
 func (s Step) Rate() float64 { return float64(s.Done) / max(s.Elapsed.Seconds(), 1e-9) }
 
-// ReportName is the file beside an output that holds the report of its conversion.
-func ReportName(out string) string { return out + ".conversion.json" }
-
 // conversion is the state of one Run.
 type conversion struct {
 	Options
@@ -113,7 +110,7 @@ func (c *conversion) run(ctx context.Context) (*Report, error) {
 	}
 	defer file.Close()
 	r := c.report(receipt, time.Since(start))
-	if err := r.write(ReportName(c.Out)); err != nil {
+	if err := r.write(artifact.ReportPath(c.Out)); err != nil {
 		return nil, fail(IO, "the artifact is complete, but its report is not: %w", err)
 	}
 	return r, nil
@@ -157,12 +154,12 @@ func (c *conversion) checkOutput(context.Context) error {
 		switch {
 		case e.Name() == "."+name+".lock":
 			killed = true
-		case e.Name() == filepath.Base(reportTemp(ReportName(name))):
+		case e.Name() == filepath.Base(reportTemp(artifact.ReportPath(name))):
 			os.Remove(filepath.Join(dir, e.Name()))
 		case e.Name() == name || strings.HasPrefix(e.Name(), name+".part-"):
 			there = e.Name()
-		case e.Name() == ReportName(name) && e.IsDir():
-			return fail(IO, "the report's name %s is taken by a folder", ReportName(c.Out))
+		case e.Name() == artifact.ReportPath(name) && e.IsDir():
+			return fail(IO, "the report's name %s is taken by a folder", artifact.ReportPath(c.Out))
 		}
 	}
 	if there != "" && !killed {

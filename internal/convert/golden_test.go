@@ -67,6 +67,11 @@ func TestGolden(t *testing.T) {
 			checkContent(t, model, f, tt.rows, nil)
 			checkReport(t, r, f)
 
+			v, err := artifact.Verify(f.Path(), artifact.Options{})
+			if err != nil || !v.Passed || v.ReportEqual != len(f.Directory().Objects) || v.IDKind != "content" {
+				t.Errorf("verify: %+v: %v", v, err)
+			}
+
 			n := len(f.Directory().Objects)
 			if len(steps) != n {
 				t.Fatalf("%d steps for %d objects", len(steps), n)
@@ -441,7 +446,7 @@ func checkChosen(t *testing.T, got []int, head hf.Tensor, counts []int64) {
 
 func checkReport(t *testing.T, r *Report, f *artifact.File) {
 	t.Helper()
-	text := read(t, ReportName(f.Path()))
+	text := read(t, artifact.ReportPath(f.Path()))
 	if !bytes.HasPrefix(text, []byte("{\n  \"identity\": {\n    \"model_id\": ")) || !bytes.HasSuffix(text, []byte("}\n")) {
 		t.Errorf("report begins %.60q", text)
 	}

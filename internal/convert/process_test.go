@@ -98,15 +98,15 @@ func TestKill(t *testing.T) {
 		}
 		left := list(t, dir)
 		if complete { // the kill may have come before the report
-			left = slices.DeleteFunc(left, func(n string) bool { return n == ReportName(output) })
-			left = append(left, ReportName(output))
+			left = slices.DeleteFunc(left, func(n string) bool { return n == artifact.ReportPath(output) })
+			left = append(left, artifact.ReportPath(output))
 			slices.Sort(left)
 		}
 		if !slices.Equal(left, want) {
 			t.Errorf("after a kill that left %q, the folder holds %q", after, left)
 		}
 		for _, name := range want {
-			if name != ReportName(output) && digest(read(t, filepath.Join(dir, name))) != digest(read(t, filepath.Join(clean, name))) {
+			if name != artifact.ReportPath(output) && digest(read(t, filepath.Join(dir, name))) != digest(read(t, filepath.Join(clean, name))) {
 				t.Errorf("%s differs after a kill that left %q", name, after)
 			}
 		}

@@ -15,6 +15,8 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+
+	"ninfer/internal/artifact"
 )
 
 // refuse runs a conversion that must fail with the class and one line that has all the parts, and must leave in the output's
@@ -110,13 +112,13 @@ func TestOutput(t *testing.T) {
 	}
 
 	// What a killed conversion left of its report goes with the next one, even if that is refused.
-	if err := os.WriteFile(reportTemp(ReportName(filepath.Join(dir, output))), []byte("{"), 0o666); err != nil {
+	if err := os.WriteFile(reportTemp(artifact.ReportPath(filepath.Join(dir, output))), []byte("{"), 0o666); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := Run(context.Background(), Options{Model: micro, Out: filepath.Join(dir, output)}); err == nil {
 		t.Error("converted over an existing artifact")
 	}
-	if left := list(t, dir); !slices.Equal(left, []string{output, ReportName(output)}) {
+	if left := list(t, dir); !slices.Equal(left, []string{output, artifact.ReportPath(output)}) {
 		t.Errorf("left %q", left)
 	}
 
@@ -151,7 +153,7 @@ func TestLocked(t *testing.T) {
 		}
 	}
 	convert(t, first)
-	if left := list(t, dir); !slices.Equal(left, []string{output, ReportName(output)}) {
+	if left := list(t, dir); !slices.Equal(left, []string{output, artifact.ReportPath(output)}) {
 		t.Errorf("left %q", left)
 	}
 }
