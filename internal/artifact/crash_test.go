@@ -173,8 +173,10 @@ func again(t *testing.T, dir string, others map[string]string, what string) bool
 // TestKillAtEveryStep kills a writer before every change of what the
 // directory shows and after every chunk.
 func TestKillAtEveryStep(t *testing.T) {
+	t.Parallel()
 	for _, mode := range []string{"link", "rename"} {
 		t.Run(mode, func(t *testing.T) {
+			t.Parallel()
 			out, err := child(t.TempDir(), mode, -1, 0, 0).Output()
 			var steps int
 			if _, scanErr := fmt.Sscanf(string(out), "steps %d", &steps); err != nil || scanErr != nil || steps < 30 {
@@ -208,6 +210,7 @@ func TestKillAtEveryStep(t *testing.T) {
 
 // TestKillAtRandom kills a writer at random moments.
 func TestKillAtRandom(t *testing.T) {
+	t.Parallel()
 	rng := rand.New(rand.NewPCG(8, 9))
 	killed := 0
 	for i := range 20 {
@@ -237,8 +240,9 @@ func TestKillAtRandom(t *testing.T) {
 
 // TestReclaimLeavesOthersFiles: what changed hands after a crash stays.
 func TestReclaimLeavesOthersFiles(t *testing.T) {
+	t.Parallel()
 	crash := func(t *testing.T, step func(listing []string) bool) string {
-		for i := 0; ; i++ {
+		for i := 25; ; i++ { // publishing begins later
 			dir := t.TempDir()
 			if err := child(dir, "link", i, 0, 0).Run(); err == nil {
 				t.Fatal("no step leaves the wanted state")

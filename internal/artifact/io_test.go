@@ -5,7 +5,6 @@ import (
 	"encoding/binary"
 	"encoding/json/jsontext"
 	"errors"
-	"fmt"
 	"io"
 	"math/rand/v2"
 	"os"
@@ -568,46 +567,4 @@ func flip(t testing.TB, path string, at int64) {
 	if _, err := f.WriteAt(b[:], at); err != nil {
 		t.Fatal(err)
 	}
-}
-
-// FuzzOpen feeds mutated entries to the reader: no panic, and whatever opens
-// can be walked.
-func FuzzOpen(f *testing.F) {
-	path := filepath.Join(f.TempDir(), "tiny.ninfer")
-	r := write(f, path, tinyDirectory(), tinyObjects(), PlanOptions{Limit: 16384}, WriterOptions{ID: &tinyID})
-	for _, name := range r.Files {
-		b, err := os.ReadFile(filepath.Join(filepath.Dir(path), name))
-		if err != nil {
-			f.Fatal(err)
-		}
-		f.Add(b)
-	}
-	f.Add(entryBytes(sampleText, 1152))
-	f.Add([]byte(v2Magic))
-	f.Add([]byte{})
-	dir := f.TempDir()
-	f.Fuzz(func(t *testing.T, b []byte) {
-		path := filepath.Join(dir, fmt.Sprintf("%d.ninfer", os.Getpid()))
-		save(t, path, b)
-		a, err := Open(path)
-		if err != nil {
-			if strings.ContainsAny(err.Error(), "\r\n") {
-				t.Errorf("message has more than one line: %q", err)
-			}
-			return
-		}
-		defer a.Close()
-		a.Parts()
-		for _, o := range a.Directory().Objects {
-			if o.Resource {
-				a.Resource(o.ID)
-			} else if x, err := a.Tensor(o.ID); err == nil {
-				x.Validate()
-			}
-			a.Spans(o.ID)
-		}
-		if _, err := Verify(path, Options{}); err != nil {
-			t.Error(err)
-		}
-	})
 }

@@ -112,10 +112,19 @@ func (o *output) createTemporaries() error {
 	for i := range o.files {
 		f := &o.files[i]
 		if err := allocate(f.file, f.length); err != nil {
-			return fmt.Errorf("artifact: reserving %d bytes for %s: %w", f.length, o.path(f.name), cause(err))
+			return fmt.Errorf("artifact: reserving %d bytes for %s, of %d for the whole output: %w", f.length, o.path(f.name), o.length(), cause(err))
 		}
 	}
 	return nil
+}
+
+// length is the number of bytes of all files.
+func (o *output) length() int64 {
+	n := int64(0)
+	for i := range o.files {
+		n += o.files[i].length
+	}
+	return n
 }
 
 // cause strips the name of the temporary from an error, which would only

@@ -61,6 +61,7 @@ func wantFailure(t testing.TB, v Result, says ...string) {
 // many files. Every flip must be refused, with or without a report, and with
 // the report the message must name what is damaged.
 func TestVerifyFlips(t *testing.T) {
+	t.Parallel()
 	dir := t.TempDir()
 	path := filepath.Join(dir, "m.ninfer")
 	d := mixedDirectory()

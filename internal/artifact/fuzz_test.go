@@ -1,0 +1,91 @@
+package artifact
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+)
+
+// FuzzOpen feeds mutated entries to the reader: no panic, and whatever opens
+// can be walked and verified.
+func FuzzOpen(f *testing.F) {
+	path := filepath.Join(f.TempDir(), "tiny.ninfer")
+	r := write(f, path, tinyDirectory(), tinyObjects(), PlanOptions{Limit: 16384}, WriterOptions{ID: &tinyID})
+	for _, name := range r.Files {
+		b, err := os.ReadFile(filepath.Join(filepath.Dir(path), name))
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Add(b)
+	}
+	f.Add(entryBytes(sampleText, 1152))
+	f.Add([]byte(v2Magic))
+	f.Add([]byte{})
+	dir := f.TempDir()
+	f.Fuzz(func(t *testing.T, b []byte) {
+		path := filepath.Join(dir, fmt.Sprintf("%d.ninfer", os.Getpid()))
+		save(t, path, b)
+		a, err := Open(path)
+		if err != nil {
+			if strings.ContainsAny(err.Error(), "\r\n") {
+				t.Errorf("message has more than one line: %q", err)
+			}
+			return
+		}
+		defer a.Close()
+		a.Parts()
+		for _, o := range a.Directory().Objects {
+			if o.Resource {
+				a.Resource(o.ID)
+			} else if x, err := a.Tensor(o.ID); err == nil {
+				x.Validate()
+			}
+			a.Spans(o.ID)
+		}
+		if _, err := Verify(path, Options{}); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// FuzzDirectory feeds mutated directory texts: no panic, messages of one line,
+// and what is accepted is the same directory after it was written again.
+func FuzzDirectory(f *testing.F) {
+	p, err := NewPlan("tiny.ninfer", mixedDirectory(), PlanOptions{Limit: 16384})
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Add(p.Text)
+	f.Add([]byte(sampleText))
+	f.Fuzz(func(t *testing.T, text []byte) {
+		d, err := parseDirectory(text, "dir/s.ninfer", "s.ninfer")
+		if err != nil {
+			if strings.ContainsAny(err.Error(), "\r\n") {
+				t.Errorf("message has more than one line: %q", err)
+			}
+			return
+		}
+		content, err := appendContent(nil, &d.Directory, converterOrder)
+		if err != nil {
+			t.Fatal(err)
+		}
+		e, err := parseDirectory(appendFiles(content, d.Files), "dir/s.ninfer", "s.ninfer")
+		if err != nil {
+			t.Fatalf("written again: %v", err)
+		}
+		if e.contentEnd != len(content) {
+			t.Errorf("content ends at %d, want %d", e.contentEnd, len(content))
+		}
+		// Open objects may be spelled differently now.
+		for i := range e.Components {
+			e.Components[i].Config = d.Components[i].Config
+		}
+		e.Metadata, e.Provenance = d.Metadata, d.Provenance
+		if !reflect.DeepEqual(d.Directory, e.Directory) {
+			t.Errorf("directory changed when written again:\n%+v\n%+v", d.Directory, e.Directory)
+		}
+	})
+}
