@@ -30,6 +30,7 @@ const (
 type commands struct {
 	Version versionFlag `help:"Print version and revision."`
 
+	Run      runCommand      `cmd:"" help:"Generate from one prompt."`
 	Convert  convertCommand  `cmd:"" help:"Turn a checkpoint into an artifact."`
 	Verify   verifyCommand   `cmd:"" help:"Check every byte of an artifact."`
 	Inspect  inspectCommand  `cmd:"" help:"Show what an artifact holds."`
@@ -100,10 +101,10 @@ func Main(args []string, in io.Reader, out, errw io.Writer) int {
 		fmt.Fprintf(errw, "hint: %s\n", hinted.hint)
 	}
 	switch {
+	case errors.As(err, &usage): // kong's errors know a status of their own, which is not ours
+		return exitUsage
 	case errors.As(err, &coded):
 		return coded.ExitCode()
-	case errors.As(err, &usage):
-		return exitUsage
 	}
 	return exitFailure
 }
