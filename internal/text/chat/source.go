@@ -23,12 +23,15 @@ const (
 )
 
 // tag is one part of the source: source[start:end], with what is between the
-// delimiters in source[bodyStart:bodyEnd].
+// delimiters and their signs in source[bodyStart:bodyEnd].
 type tag struct {
 	kind               tagKind
 	start, end         int
 	bodyStart, bodyEnd int
+	left, right        byte // - or + inside the delimiter, or 0
+	raw                bool // {% raw %}; it and {% endraw %} are comments here
 	line               int
+	text               string // of text: what is left of it after white space control
 }
 
 // sourceError is an error at a line of a template.
@@ -54,7 +57,7 @@ func scan(source string) ([]tag, error) {
 	textStart, line := 0, 1
 	flush := func(end int) {
 		if end > textStart {
-			tags = append(tags, tag{textTag, textStart, end, textStart, end, line - strings.Count(source[textStart:end], "\n")})
+			tags = append(tags, tag{kind: textTag, start: textStart, end: end, text: source[textStart:end]})
 		}
 	}
 	for i := 0; i < len(source); {
@@ -88,9 +91,11 @@ func scan(source string) ([]tag, error) {
 		t.end = end + 2
 		t.bodyStart, t.bodyEnd = i+2, end
 		if c := source[t.bodyStart]; (c == '-' || c == '+') && t.bodyStart < t.bodyEnd {
+			t.left = c
 			t.bodyStart++
 		}
-		if c := source[t.bodyEnd-1]; (c == '-' || c == '+') && t.bodyStart < t.bodyEnd {
+		if c := source[t.bodyEnd-1]; (c == '-' || c == '+' && kind != exprTag) && t.bodyStart < t.bodyEnd {
+			t.right = c
 			t.bodyEnd--
 		}
 		keyword := strings.TrimSpace(source[t.bodyStart:t.bodyEnd])
@@ -98,7 +103,9 @@ func scan(source string) ([]tag, error) {
 			i++
 			continue
 		}
-		raw = kind == stmtTag && keyword == "raw"
+		if raw = kind == stmtTag && keyword == "raw"; raw || keyword == "endraw" {
+			t.kind, t.raw = commentTag, raw // nothing shows of them
+		}
 		flush(i)
 		tags = append(tags, t)
 		line += strings.Count(source[i:t.end], "\n")
@@ -109,7 +116,45 @@ func scan(source string) ([]tag, error) {
 		return nil, &sourceError{tags[len(tags)-1].line, "raw block is not closed"}
 	}
 	flush(len(source))
+	trimTags(tags)
 	return tags, nil
+}
+
+// trimTags does white space control as Jinja does with trim_blocks and
+// lstrip_blocks: a minus takes the white space beside it; without a sign, a
+// statement or comment takes the line end behind it, and the blanks before it if
+// it is the first on its line. What is beside a tag ends at the next tag; the engine
+// looks past it, so its own control is switched off by rewrite.
+func trimTags(tags []tag) {
+	for i := range tags {
+		t := &tags[i]
+		if t.kind != textTag {
+			continue
+		}
+		lineStart := i == 0
+		if i > 0 {
+			before, whole := tags[i-1], t.text
+			switch {
+			case before.right == '-':
+				t.text = strings.TrimLeftFunc(t.text, isSpace)
+			case before.right == 0 && before.kind != exprTag && !before.raw:
+				t.text = strings.TrimPrefix(t.text, "\n")
+			}
+			lineStart = strings.HasSuffix(whole[:len(whole)-len(t.text)], "\n")
+		}
+		if i+1 == len(tags) {
+			continue
+		}
+		switch after := tags[i+1]; {
+		case after.left == '-':
+			t.text = strings.TrimRightFunc(t.text, isSpace)
+		case after.left == 0 && after.kind != exprTag:
+			line := strings.LastIndexByte(t.text, '\n') + 1
+			if (line > 0 || lineStart) && strings.TrimFunc(t.text[line:], isSpace) == "" {
+				t.text = t.text[:line]
+			}
+		}
+	}
 }
 
 // tagEnd returns where the closer of a tag stands, or -1. In expressions it may
@@ -248,24 +293,18 @@ func names(list string) map[string]bool {
 	return set
 }
 
-// literal is a run of template text that may reach the output: a string literal,
-// or text outside of tags.
-type literal struct {
+// edit is a place inside a tag that rewrite changes: a filter with another name, or
+// a string literal that may reach the output.
+type edit struct {
 	start, end int
-	quoted     bool
-}
-
-// rename is a filter name to be replaced.
-type rename struct {
-	start, end int
-	name       string
+	name       string // the filter's new name; empty for a literal
 }
 
 // outline is what rewriting needs to know of a source.
 type outline struct {
-	source   string
-	literals []literal
-	renames  []rename
+	source string
+	tags   []tag
+	edits  []edit // in order
 }
 
 // read checks a source and finds its outline.
@@ -274,18 +313,14 @@ func read(source string) (*outline, error) {
 	if err != nil {
 		return nil, err
 	}
-	o := &outline{source: source}
+	o := &outline{source: source, tags: tags}
 	type open struct {
 		closer string
 		tag    tag
 	}
 	var stack []open
 	for _, t := range tags {
-		switch t.kind {
-		case textTag:
-			o.literals = append(o.literals, literal{t.start, t.end, false})
-			continue
-		case commentTag:
+		if t.kind == textTag || t.kind == commentTag {
 			continue
 		}
 		lexemes, err := lex(source, t)
@@ -310,7 +345,7 @@ func read(source string) (*outline, error) {
 		switch {
 		case opens:
 			stack = append(stack, open{closer, t})
-		case strings.HasPrefix(keyword, "end") && keyword != "endraw":
+		case strings.HasPrefix(keyword, "end"):
 			if len(stack) == 0 || stack[len(stack)-1].closer != keyword {
 				return nil, &sourceError{t.line, fmt.Sprintf("%s without its opening statement", keyword)}
 			}
@@ -321,6 +356,7 @@ func read(source string) (*outline, error) {
 		last := stack[len(stack)-1]
 		return nil, &sourceError{last.tag.line, fmt.Sprintf("block is not closed, %s is missing", last.closer)}
 	}
+	slices.SortFunc(o.edits, func(a, b edit) int { return a.start - b.start })
 	return o, nil
 }
 
@@ -337,7 +373,7 @@ func (o *outline) readFilters(lexemes []lexeme, t tag) error {
 				return &sourceError{line, fmt.Sprintf("filter %q is not supported", l.text)}
 			}
 			if name, ok := ownFilters[l.text]; ok {
-				o.renames = append(o.renames, rename{l.start, l.end, name})
+				o.edits = append(o.edits, edit{l.start, l.end, name})
 			}
 		}
 		if (before.is("is") || before.is("not") && i > 1 && lexemes[i-2].is("is")) && !l.is("not") && !tests[strings.ToLower(l.text)] {
@@ -388,7 +424,7 @@ func (o *outline) findLiterals(lexemes []lexeme, statement bool) {
 				ok = false
 			}
 			if ok {
-				o.literals = append(o.literals, literal{l.start, l.end, true})
+				o.edits = append(o.edits, edit{start: l.start, end: l.end})
 			}
 		case l.is("("):
 			g := group{kind: '(', output: top.passes() && !compares(at(i-1))}
@@ -452,45 +488,60 @@ func (g *group) passes() bool {
 // the family all look like <…> or <|…|>.
 func suspicious(text string) bool { return strings.ContainsAny(text, "<>|[]") }
 
-// rewrite returns the source with its filters renamed and, if mark is not zero,
-// with mark behind every character, white space excepted, of those literals that
-// could be part of a control spelling.
+// rewrite returns the source for the engine: white space control done, raw blocks
+// as literals, filters renamed and, if mark is not zero, mark behind every
+// character, white space excepted, of text and of those literals that could be part
+// of a control spelling. Lines keep their numbers.
 func (o *outline) rewrite(mark rune) string {
 	var b strings.Builder
-	copied := 0
-	literals, renames := o.literals, o.renames
-	for len(literals) > 0 || len(renames) > 0 {
-		if len(renames) > 0 && (len(literals) == 0 || renames[0].start < literals[0].start) {
-			r := renames[0]
-			renames = renames[1:]
-			b.WriteString(o.source[copied:r.start])
-			b.WriteString(r.name)
-			copied = r.end
+	edits := o.edits
+	for i, t := range o.tags {
+		open, closer := "{{ ", " }}"
+		switch t.kind {
+		case textTag, commentTag:
+			raw := i > 0 && o.tags[i-1].raw
+			b.WriteString(o.text(t, raw, mark))
 			continue
+		case stmtTag:
+			open, closer = "{%+ ", " +%}" // the plus keeps the engine from trimming
 		}
-		l := literals[0]
-		literals = literals[1:]
-		if mark == 0 {
-			continue
-		}
-		text := o.source[l.start:l.end]
-		if !l.quoted {
-			if suspicious(text) {
-				b.WriteString(o.source[copied:l.start])
-				b.WriteString(markText(text, mark))
-				copied = l.end
+		b.WriteString(open)
+		copied := t.bodyStart
+		for ; len(edits) > 0 && edits[0].start < t.bodyEnd; edits = edits[1:] {
+			e := edits[0]
+			replacement := e.name
+			if replacement == "" {
+				value := unquote(o.source[e.start:e.end])
+				if mark == 0 || !suspicious(value) {
+					continue
+				}
+				replacement = quote(markText(value, mark))
 			}
-			continue
+			b.WriteString(o.source[copied:e.start])
+			b.WriteString(replacement)
+			copied = e.end
 		}
-		value := unquote(text)
-		if suspicious(value) {
-			b.WriteString(o.source[copied:l.start])
-			b.WriteString(quote(markText(value, mark)))
-			copied = l.end
-		}
+		b.WriteString(o.source[copied:t.bodyEnd])
+		b.WriteString(closer)
 	}
-	b.WriteString(o.source[copied:])
 	return b.String()
+}
+
+// text is what rewrite writes for text, and for a comment, which has none. Lines lost
+// from the source stay in a comment.
+func (o *outline) text(t tag, raw bool, mark rune) string {
+	text := t.text
+	if mark != 0 && suspicious(text) {
+		text = markText(text, mark)
+	}
+	if raw && text != "" {
+		text = "{{ " + quote(text) + " }}"
+	}
+	lost := strings.Count(o.source[t.start:t.end], "\n") - strings.Count(text, "\n")
+	if lost == 0 {
+		return text
+	}
+	return "{#+" + strings.Repeat("\n", lost) + "+#}" + text
 }
 
 // markText puts mark behind every character that is not white space. White space

@@ -391,8 +391,14 @@ func toolCall(v *values, tc ToolCall) (jinja.Value, error) {
 	return object, nil
 }
 
-// render runs one of the two compiled forms; mark is that form's, or zero.
-func (c *call) render(compiled *jinja.Template, mark rune) (string, error) {
+// render runs one of the two compiled forms; mark is that form's, or zero. A fault
+// of the engine on a template that it takes for something else is an error too.
+func (c *call) render(compiled *jinja.Template, mark rune) (text string, err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			text, err = "", fmt.Errorf("the template engine failed: %v", p)
+		}
+	}()
 	if err := c.prepare(); err != nil {
 		return "", err
 	}
@@ -435,7 +441,7 @@ func (c *call) render(compiled *jinja.Template, mark rune) (string, error) {
 		return jinja.NewString(strftime(c.now, format)), nil
 	})
 	vars[ownFilters["trim"]] = jinja.NewCallable("trim", trim)
-	text, err := compiled.RenderValues(vars)
+	text, err = compiled.RenderValues(vars)
 	if err != nil {
 		return "", err
 	}

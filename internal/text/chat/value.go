@@ -154,24 +154,59 @@ func (v *values) finish(source string) (restore func(string) string, err error) 
 	if len(v.odd) > 200*perExponent {
 		return nil, fmt.Errorf("numbers: more than %d need their spelling kept", 200*perExponent)
 	}
-	pairs := make([]string, 0, 2*len(v.odd))
 	for i, n := range v.odd {
 		digits := standIn(v.prefix, i)
 		f, err := strconv.ParseFloat(digits, 64)
 		if err != nil {
 			return nil, fmt.Errorf("numbers: stand-in %s: %w", digits, err)
 		}
-		if strings.HasPrefix(n.spelling, "-") {
-			f, digits = -f, "-"+digits
-		}
 		value := jinja.NewFloat(f)
 		if value.String() != digits {
 			return nil, fmt.Errorf("numbers: stand-in %s is written %s", digits, value.String())
 		}
+		if strings.HasPrefix(n.spelling, "-") {
+			value = jinja.NewFloat(-f)
+		}
 		n.set(value)
-		pairs = append(pairs, digits, n.spelling)
 	}
-	return strings.NewReplacer(pairs...).Replace, nil
+	return v.restore, nil
+}
+
+// restore puts spellings where their stand-ins are.
+func (v *values) restore(text string) string {
+	var b strings.Builder
+	for {
+		at := strings.Index(text, v.prefix)
+		if at < 0 {
+			break
+		}
+		// What follows the prefix is NNNNN1e+EEE.
+		rest := text[at+len(v.prefix):]
+		const length = len("000001e+100")
+		i := -1
+		if len(rest) >= length {
+			low, err1 := strconv.Atoi(rest[:5])
+			high, err2 := strconv.Atoi(rest[len("000001e+"):length])
+			if err1 == nil && err2 == nil {
+				i = (high-100)*perExponent + low
+			}
+		}
+		if i < 0 || i >= len(v.odd) || !strings.HasPrefix(rest, standIn("", i)) {
+			b.WriteString(text[:at+1]) // a template took it apart
+			text = text[at+1:]
+			continue
+		}
+		spelling := v.odd[i].spelling
+		before := text[:at]
+		if strings.HasPrefix(spelling, "-") {
+			before = strings.TrimSuffix(before, "-")
+		}
+		b.WriteString(before)
+		b.WriteString(spelling)
+		text = rest[length:]
+	}
+	b.WriteString(text)
+	return b.String()
 }
 
 // standIn is the i-th stand-in without its sign.
