@@ -1,0 +1,95 @@
+package front
+
+import (
+	"ninfer/internal/text/decode"
+)
+
+// Kind says what an Event is.
+type Kind uint8
+
+// The kinds of events, in the order in which they can come. A request has any number of Reasoning and Answer events and at most one of
+// the others.
+const (
+	Reasoning    Kind = iota // text of the reasoning
+	ReasoningEnd             // the think block closed
+	Answer                   // text of the answer
+	End                      // the output ended: nothing follows
+)
+
+// Event is a piece of what a client sees. Text is valid UTF-8, whole characters, and never empty in Reasoning and Answer. In End it is
+// the stop string that was met, if one was.
+type Event struct {
+	Kind Kind
+	Text string
+}
+
+// Usage are counts of tokens.
+type Usage struct {
+	Prompt     int
+	Completion int // reasoning, inserted and withheld stop tokens included
+	Reasoning  int // of them, committed while the think block was open, closing marker included
+}
+
+// Session is the output of one request. Its Preview and Commit are what an engine's watcher does: the engine asks before it commits
+// ids and tells which it committed. It belongs to one goroutine at a time.
+type Session struct {
+	prompt  int
+	decoder *decode.Decoder
+}
+
+// Session starts the output.
+func (p *Prepared) Session() *Session {
+	d, err := decode.New(p.front.opt.Tokenizer, decode.Options{
+		Thinking: p.Thinking, ThinkEnd: p.front.shut, StopIDs: p.StopIDs, Stops: p.req.Stop, ReasoningStops: p.req.ReasoningStop,
+		Budget: p.Budget, Closing: p.Closing, Raw: p.req.Raw,
+	})
+	if err != nil {
+		panic("front: a prepared request has options that decoding refuses: " + err.Error())
+	}
+	return &Session{prompt: len(p.Prompt), decoder: d}
+}
+
+// Preview says how many of the ids that would come next may be committed, whether the output ends with them, and what to append after
+// them without asking the model. It changes nothing.
+func (s *Session) Preview(ids []int32) (keep int, ends bool, insert []int32) {
+	keep, why := s.decoder.Preview(ids)
+	switch why {
+	case decode.StopID, decode.StopString:
+		return keep, true, nil
+	case decode.Budget:
+		return keep, false, s.decoder.Closing()
+	}
+	return keep, false, nil
+}
+
+// Commit takes ids that were committed, inserted ones included, and returns what to show. What is shown is never taken back.
+func (s *Session) Commit(ids []int32) []Event { return events(s.decoder.Commit(ids)) }
+
+// Finish ends the output and returns what was held back. It is for every end: after a stop, which Commit has shown, it returns nothing.
+func (s *Session) Finish() []Event { return events(s.decoder.Finish()) }
+
+// Usage are the counts so far.
+func (s *Session) Usage() Usage {
+	return Usage{Prompt: s.prompt, Completion: s.decoder.Tokens(), Reasoning: s.decoder.ReasoningTokens()}
+}
+
+func events(in []decode.Event) []Event {
+	if len(in) == 0 {
+		return nil
+	}
+	out := make([]Event, len(in))
+	for i, e := range in {
+		out[i] = Event{Text: e.Text}
+		switch e.Kind {
+		case decode.Reasoning:
+			out[i].Kind = Reasoning
+		case decode.ReasoningEnd:
+			out[i].Kind = ReasoningEnd
+		case decode.Answer:
+			out[i].Kind = Answer
+		case decode.End:
+			out[i] = Event{Kind: End, Text: e.Stop}
+		}
+	}
+	return out
+}
