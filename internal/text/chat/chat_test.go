@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 
 	"ninfer/internal/text/token"
@@ -25,8 +26,10 @@ func controlIDs(tok *token.Tokenizer, ids []int32) (out []string) {
 
 // TestLiteralText: whatever the messages hold, the prompt's control tokens are
 // those of the same conversation with harmless text, and its text is unchanged.
-func TestLiteralText(t *testing.T) {
-	tmpl, tok := official(t), micro(t)
+func TestLiteralText(t *testing.T) { both(t, literalText) }
+
+func literalText(t *testing.T, tmpl *Template) {
+	tok := micro(t)
 	conversation := func(s string) Input {
 		reasoning := s
 		text, err := jsontext.AppendQuote(nil, s)
@@ -82,10 +85,82 @@ func TestLiteralText(t *testing.T) {
 	}
 }
 
+// TestDepartures: what the product renders though the template refuses it.
+func TestDepartures(t *testing.T) { both(t, departures) }
+
+func departures(t *testing.T, tmpl *Template) {
+	turn := func(role, text string) Message { return Message{Role: role, Content: TextContent(text)} }
+	thought := func(text, reasoning string) Message {
+		return Message{Role: "assistant", Content: TextContent(text), Reasoning: &reasoning}
+	}
+	off := false
+	const open = "<|im_start|>assistant\n<think>\n"
+	tests := []struct {
+		name string
+		in   Input
+		want string
+	}{
+		{"developer is system", Input{Messages: []Message{turn("developer", " d "), turn("user", "q")}},
+			"<|im_start|>system\nd<|im_end|>\n<|im_start|>user\nq<|im_end|>\n" + open},
+		{"later system turns stay in place", Input{Messages: []Message{turn("user", "q"), turn("system", " two\n"), thought("a", "r"), turn("developer", "three"), turn("user", "r")}},
+			"<|im_start|>user\nq<|im_end|>\n<|im_start|>system\ntwo<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n<|im_start|>system\nthree<|im_end|>\n<|im_start|>user\nr<|im_end|>\n" + open},
+		{"a second system turn", Input{Messages: []Message{turn("system", "1"), turn("system", "2"), turn("user", "q")}},
+			"<|im_start|>system\n1<|im_end|>\n<|im_start|>system\n2<|im_end|>\n<|im_start|>user\nq<|im_end|>\n" + open},
+		{"no query keeps reasoning", Input{Messages: []Message{thought("a", "ra"), turn("tool", "t"), thought("b", "rb")}},
+			open + "ra\n</think>\n\na<|im_end|>\n<|im_start|>user\n<tool_response>\nt\n</tool_response><|im_end|>\n" + open + "rb\n</think>\n\nb<|im_end|>\n" + open},
+		{"starts with tool results", Input{Messages: []Message{turn("tool", "1"), turn("tool", "2")}},
+			"<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>\n" + open},
+		{"continues", Input{Messages: []Message{turn("user", "q"), turn("assistant", " so\n")}, Continue: true, EnableThinking: &off},
+			"<|im_start|>user\nq<|im_end|>\n" + open + "\n</think>\n\n so\n"},
+	}
+	for _, test := range tests {
+		test.in.ReasoningEffort = "medium"
+		test.in.AddGenerationPrompt = true
+		p, err := tmpl.Render(test.in)
+		if err != nil {
+			t.Errorf("%s: %v", test.name, err)
+		} else if p.Text() != test.want {
+			t.Errorf("%s:\n got %q\nwant %q", test.name, p.Text(), test.want)
+		}
+	}
+	tok := micro(t)
+	p, err := tmpl.Render(Input{ReasoningEffort: "medium", Messages: []Message{turn("user", "q"), turn("system", "<|im_end|>")}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got, want := controlIDs(tok, p.Encode(tok)), []string{"<|im_start|>", "<|im_end|>", "<|im_start|>", "<|im_end|>"}; !slices.Equal(got, want) {
+		t.Errorf("control tokens around a later system turn: %q, want %q", got, want)
+	}
+}
+
+// TestConcurrent: one template, many renderings.
+func TestConcurrent(t *testing.T) {
+	tmpl, tok := own(t), micro(t)
+	in := Input{Messages: []Message{{Role: "tool", Content: TextContent("x")}, {Role: "user", Content: TextContent("q\ufdd0")}}, Tools: []jsontext.Value{jsontext.Value(`{"a":1e3}`)}}
+	want, err := tmpl.Render(in)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	for range 8 {
+		wg.Go(func() {
+			for range 20 {
+				p, err := tmpl.Render(in)
+				if err != nil || p.Text() != want.Text() || !slices.Equal(p.Encode(tok), want.Encode(tok)) {
+					t.Errorf("%q, %v", p.Text(), err)
+				}
+			}
+		})
+	}
+	wg.Wait()
+}
+
 // TestStraddle: a parameter name that ends like a control token, before the
 // template's own >, stays text; the text around it keeps its ids.
-func TestStraddle(t *testing.T) {
-	tmpl, tok := official(t), micro(t)
+func TestStraddle(t *testing.T) { both(t, straddle) }
+
+func straddle(t *testing.T, tmpl *Template) {
+	tok := micro(t)
 	p, err := tmpl.Render(Input{ReasoningEffort: "medium", Messages: []Message{
 		{Role: "user", Content: TextContent("q")},
 		{Role: "assistant", ToolCalls: []ToolCall{{Name: "f", Arguments: jsontext.Value(`{"<|im_end|":1}`)}}},
@@ -107,8 +182,10 @@ func TestStraddle(t *testing.T) {
 }
 
 // TestMarksInInput: messages that hold the very characters used as marks.
-func TestMarksInInput(t *testing.T) {
-	tmpl, tok := official(t), micro(t)
+func TestMarksInInput(t *testing.T) { both(t, marksInInput) }
+
+func marksInInput(t *testing.T, tmpl *Template) {
+	tok := micro(t)
 	var all strings.Builder
 	for r := rune(firstMark); r <= lastMark; r++ {
 		all.WriteRune(r)
@@ -170,8 +247,9 @@ func TestNumbers(t *testing.T) {
 	}
 }
 
-func TestInputErrors(t *testing.T) {
-	tmpl := official(t)
+func TestInputErrors(t *testing.T) { both(t, inputErrors) }
+
+func inputErrors(t *testing.T, tmpl *Template) {
 	on, off := true, false
 	user := []Message{{Role: "user", Content: TextContent("q")}}
 	last := func(m Message) []Message { return append(slices.Clone(user), m) }
@@ -369,8 +447,10 @@ func TestProbeEfforts(t *testing.T) {
 
 // TestRandomLiterals: random text made of control spellings and their pieces never
 // adds a control token, whatever it lands beside.
-func TestRandomLiterals(t *testing.T) {
-	tmpl, tok := official(t), micro(t)
+func TestRandomLiterals(t *testing.T) { both(t, randomLiterals) }
+
+func randomLiterals(t *testing.T, tmpl *Template) {
+	tok := micro(t)
 	rng := rand.New(rand.NewPCG(5, 6))
 	pieces := []string{"<", "|", ">", "im_end", "<|im_end|>", "<|im_", "end|>", "think", "</", "<think>", "</think>", " ", "\n", "<tool_response>", "</tool_response>", "é", "x", "\ufdd0", "'", "\"", "\\"}
 	say := func() string {
@@ -406,6 +486,36 @@ func TestRandomLiterals(t *testing.T) {
 			t.Fatalf("decoded %q, text %q", got, p.Text())
 		}
 	}
+}
+
+// FuzzLiteral: no text adds a control token or changes in the prompt.
+func FuzzLiteral(f *testing.F) {
+	tmpl, tok := own(f), micro(f)
+	for _, s := range []string{"", "<|im_end|>", "<|im_end|", "<think>", "\ufdd0", "\"\\", "x\u0301", "<tool_response>a</tool_response>", " \x1c\u2003"} {
+		f.Add(s)
+	}
+	f.Fuzz(func(t *testing.T, s string) {
+		s = strings.ToValidUTF8(s, "\ufffd")
+		q, err := jsontext.AppendQuote(nil, s)
+		if err != nil {
+			t.Skip()
+		}
+		p, err := tmpl.Render(Input{PreserveThinking: true, Messages: []Message{
+			{Role: "user", Content: TextContent("u" + s)},
+			{Role: "assistant", Content: TextContent(s), ToolCalls: []ToolCall{{Name: s, Arguments: slices.Concat(jsontext.Value("{"), q, jsontext.Value(":"), q, jsontext.Value("}"))}}},
+			{Role: "tool", Content: TextContent(s)},
+		}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		want := []string{"<|im_start|>", "<|im_end|>", "<|im_start|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>", "<|im_start|>", "<tool_response>", "</tool_response>", "<|im_end|>"}
+		if got := controlIDs(tok, p.Encode(tok)); !slices.Equal(got, want) {
+			t.Errorf("%q: control tokens %q, want %q", s, got, want)
+		}
+		if !strings.Contains(p.Text(), "<function="+s+">") || !strings.Contains(p.Text(), "<parameter="+s+">\n"+s+"\n</parameter>") {
+			t.Errorf("%q is not as it is in %q", s, p.Text())
+		}
+	})
 }
 
 // FuzzTemplate: a damaged template is an error, never a panic, and marking it

@@ -53,6 +53,22 @@ func official(t testing.TB) *Template {
 	return tmpl
 }
 
+// own is a template of the repository's own in the official one's manner.
+func own(t testing.TB) *Template {
+	t.Helper()
+	tmpl, err := NewTemplate("own.jinja", readFile(t, "testdata/own.jinja"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return tmpl
+}
+
+// both runs a test on our own template, and on the official one where it is.
+func both(t *testing.T, test func(t *testing.T, tmpl *Template)) {
+	t.Run("own", func(t *testing.T) { test(t, own(t)) })
+	t.Run("official", func(t *testing.T) { test(t, official(t)) })
+}
+
 func tokenizer(t testing.TB, dir string) *token.Tokenizer {
 	t.Helper()
 	tok, err := token.Load(readFile(t, filepath.Join(dir, "tokenizer.json")), readFile(t, filepath.Join(dir, "tokenizer_config.json")))
@@ -68,18 +84,18 @@ func micro(t testing.TB) *token.Tokenizer {
 
 // vector is a conversation and what Python made of it; see testdata/vectors.py.
 type vector struct {
-	Name             string           `json:"name"`
-	Messages         jsontext.Value   `json:"messages"`
-	Tools            []jsontext.Value `json:"tools"`
-	EnableThinking   *bool            `json:"enable_thinking"`
-	ReasoningEffort  string           `json:"reasoning_effort"`
-	PreserveThinking bool             `json:"preserve_thinking"`
-	AddVisionID      bool             `json:"add_vision_id"`
-	AddPrompt        bool             `json:"add_generation_prompt"`
-	Continue         bool             `json:"continue"`
-	Args             map[string]jsontext.Value
-	Text             *string `json:"text"`
-	Error            string  `json:"error"`
+	Name             string                    `json:"name"`
+	Messages         jsontext.Value            `json:"messages"`
+	Tools            []jsontext.Value          `json:"tools"`
+	EnableThinking   *bool                     `json:"enable_thinking"`
+	ReasoningEffort  string                    `json:"reasoning_effort"`
+	PreserveThinking bool                      `json:"preserve_thinking"`
+	AddVisionID      bool                      `json:"add_vision_id"`
+	AddPrompt        bool                      `json:"add_generation_prompt"`
+	Continue         bool                      `json:"continue"`
+	Args             map[string]jsontext.Value `json:"args"`
+	Text             *string                   `json:"text"`
+	Error            string                    `json:"error"`
 }
 
 func (v vector) input(t testing.TB) Input {
@@ -99,15 +115,31 @@ func (v vector) input(t testing.TB) Input {
 	return in
 }
 
-func vectors(t testing.TB) []vector {
+func vectors(t testing.TB, file string, atLeast int) []vector {
 	var out []vector
-	if err := json.Unmarshal(readFile(t, "testdata/official.json"), &out); err != nil {
+	if err := json.Unmarshal(readFile(t, file), &out); err != nil {
 		t.Fatal(err)
 	}
-	if len(out) < 200 {
+	if len(out) < atLeast {
 		t.Fatalf("only %d vectors", len(out))
 	}
 	return out
+}
+
+// TestOwn is TestOfficial, smaller, for where the official template is not.
+func TestOwn(t *testing.T) {
+	tmpl, tok := own(t), micro(t)
+	if err := tmpl.Check(tok); err != nil {
+		t.Error(err)
+	}
+	for _, v := range vectors(t, "testdata/own.json", 25) {
+		p, err := tmpl.Render(v.input(t))
+		if err != nil {
+			t.Errorf("%s: %v", v.Name, err)
+		} else if p.Text() != *v.Text {
+			t.Errorf("%s:\n got %q\nwant %q", v.Name, p.Text(), *v.Text)
+		}
+	}
 }
 
 // productRenders are refusals of the official template that the product renders;
@@ -118,7 +150,7 @@ var productRenders = map[string]bool{"later system refused": true, "no query ref
 // ids are those of the whole text wherever no message spells a control token.
 func TestOfficial(t *testing.T) {
 	tmpl, tok := official(t), micro(t)
-	for _, v := range vectors(t) {
+	for _, v := range vectors(t, "testdata/official.json", 200) {
 		p, err := tmpl.Render(v.input(t))
 		if v.Text == nil {
 			if productRenders[v.Name] {

@@ -164,11 +164,25 @@ for i in range(60):
     tools = [{"type": "function", "function": {"name": "t", "parameters": value(0) if rng.randrange(2) else {"p": value(1)}}}] if rng.randrange(4) == 0 else None
     case(f"random {i}", messages, tools, template=product, **kw)
 
+own = env().from_string(open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "own.jinja")).read())
+ours = []
+for c in cases:
+    if "text" not in c or c["name"].startswith(("later", "no query", "continue", "two systems", "only wrapped", "starts with", "random", "developer")) or "effort" in c["name"]: continue
+    messages = json.loads(json.dumps(c["messages"]))
+    for m in messages:
+        if m["content"] is None: m["content"] = ""
+        for t in m.get("tool_calls") or []:
+            if isinstance(t["function"]["arguments"], str): t["function"]["arguments"] = json.loads(t["function"]["arguments"])
+    try: ours.append(dict(c, text=own.render(dict(c, messages=messages))))
+    except Exception as e: pass
+
 here = os.path.dirname(os.path.abspath(__file__))
 def dump(name, rows):
     with open(os.path.join(here, name), "w") as f:
         f.write("[\n" + ",\n".join(json.dumps(r, ensure_ascii=True) for r in rows) + "\n]\n")
 dump("official.json", cases)
+dump("own.json", ours)
+print(len(ours), "conversations with our own template")
 print(len(cases), "conversations,", sum("error" in c for c in cases), "refused")
 
 # Small templates. Data is given to both sides as JSON; each row is what Jinja2 renders.
