@@ -41,11 +41,13 @@ type Watcher interface {
 // Request is one generation.
 type Request struct {
 	Prompt   []int32
-	MaxNew   int // most ids to commit, at least 1
+	MaxNew   int // most ids to commit; 0 runs the prompt only
 	Sampling Sampling
 	StopIDs  []int32 // an id of them ends the generation and is committed
 	Watcher  Watcher // may be nil
 	Draft    int     // drafts a round; 0 is plain decoding
+	// Progress is told how many prompt tokens have run, after every chunk; the last call has all of them. May be nil.
+	Progress func(done int)
 }
 
 // Stats are counts and times of a generation.
@@ -71,6 +73,13 @@ type Outcome struct {
 // ErrPromptTooLong is returned when a prompt leaves no room for output.
 var ErrPromptTooLong = errors.New("prompt too long")
 
+// WatcherError is what a watcher's Commit returned. It is the request's own failure: the device is well.
+type WatcherError struct{ Err error }
+
+func (e *WatcherError) Error() string { return e.Err.Error() }
+
+func (e *WatcherError) Unwrap() error { return e.Err }
+
 // Lane generates on one lane of a device, one request at a time.
 type Lane struct {
 	Runner  *model.Runner
@@ -89,32 +98,46 @@ type generation struct {
 	pending []int32 // committed, but not yet run: at least one after the first draw
 }
 
+// Check tells why Generate would refuse a request before any of it runs.
+func (l *Lane) Check(req Request) error {
+	switch {
+	case len(req.Prompt) == 0:
+		return errors.New("engine: the prompt has no tokens")
+	case req.MaxNew < 0:
+		return fmt.Errorf("engine: output limit of %d tokens", req.MaxNew)
+	case req.Draft < 0:
+		return fmt.Errorf("engine: %d drafts a round", req.Draft)
+	case len(req.Prompt) > l.Context || len(req.Prompt) == l.Context && req.MaxNew > 0:
+		return fmt.Errorf("%w: %d tokens and room for output do not fit a context of %d", ErrPromptTooLong, len(req.Prompt), l.Context)
+	}
+	for _, id := range req.Prompt {
+		if id < 0 || int(id) >= l.Runner.Model.Config.Text.VocabSize {
+			return fmt.Errorf("engine: prompt id %d is not in the vocabulary of %d", id, l.Runner.Model.Config.Text.VocabSize)
+		}
+	}
+	return nil
+}
+
 // Generate runs a request from an empty image. It returns the outcome so far together with an error of the device or the watcher;
 // a context that ends is no error but a reason.
 func (l *Lane) Generate(ctx context.Context, req Request) (Outcome, error) {
 	g := &generation{lane: l, req: req, sampler: newSampler(req.Sampling, l.Runner.Model.Options.IDs)}
 	g.out.Stats.PromptTokens = len(req.Prompt)
-	g.out.Stats.AcceptedAt = make([]int, req.Draft)
-	switch {
-	case len(req.Prompt) == 0:
-		return g.out, errors.New("engine: the prompt has no tokens")
-	case req.MaxNew < 1:
-		return g.out, fmt.Errorf("engine: output limit of %d tokens", req.MaxNew)
-	case len(req.Prompt) >= l.Context:
-		return g.out, fmt.Errorf("%w: %d tokens and room for output do not fit a context of %d", ErrPromptTooLong, len(req.Prompt), l.Context)
-	}
-	for _, id := range req.Prompt {
-		if id < 0 || int(id) >= l.Runner.Model.Config.Text.VocabSize {
-			return g.out, fmt.Errorf("engine: prompt id %d is not in the vocabulary of %d", id, l.Runner.Model.Config.Text.VocabSize)
-		}
+	g.out.Stats.AcceptedAt = make([]int, max(req.Draft, 0))
+	if err := l.Check(req); err != nil {
+		return g.out, err
 	}
 	if err := l.Runner.Dev.Reset(backend.Lane(l.Index)); err != nil {
 		return g.out, err
 	}
 	start := time.Now()
-	logits, err := g.prompt(ctx, req.Prompt)
+	logits, err := g.prompt(ctx, req.Prompt, req.Progress)
 	if err != nil || g.out.Reason != Continue {
 		return g.out, err
+	}
+	if req.MaxNew == 0 {
+		g.out.Reason, g.out.Stats.Prefill = Length, time.Since(start)
+		return g.out, nil
 	}
 	first := g.choose(logits, drawFirst)
 	g.out.Stats.Prefill = time.Since(start)
@@ -146,8 +169,8 @@ func (g *generation) want(all bool) backend.Want {
 	return backend.WantLogits
 }
 
-// prompt runs tokens chunk by chunk, so that a cancelled request stops within one.
-func (g *generation) prompt(ctx context.Context, ids []int32) (backend.LaneResult, error) {
+// prompt runs tokens chunk by chunk, so that a cancelled request stops within one. progress may be nil.
+func (g *generation) prompt(ctx context.Context, ids []int32, progress func(int)) (backend.LaneResult, error) {
 	var res backend.LaneResult
 	chunk := g.lane.Runner.Chunk
 	for first := 0; first < len(ids); first += chunk {
@@ -163,6 +186,9 @@ func (g *generation) prompt(ctx context.Context, ids []int32) (backend.LaneResul
 		var err error
 		if res, err = g.lane.Runner.Prompt(backend.LaneRows{Lane: g.lane.Index, Tokens: ids[first:end], Want: want}); err != nil {
 			return res, err
+		}
+		if progress != nil {
+			progress(end)
 		}
 	}
 	return res, nil
@@ -220,7 +246,7 @@ func (g *generation) keep(ids []int32) (int, []int32, error) {
 	g.out.Reason = v.Reason
 	if g.req.Watcher != nil {
 		if err := g.req.Watcher.Commit(kept); err != nil {
-			return v.Keep, v.Insert, err
+			return v.Keep, v.Insert, &WatcherError{err}
 		}
 	}
 	return v.Keep, v.Insert, nil
@@ -247,7 +273,7 @@ func (g *generation) round(ctx context.Context) error {
 	if err := g.lane.Runner.Seed(g.lane.Index, g.following()); err != nil {
 		return err
 	}
-	res, err := g.prompt(ctx, g.pending)
+	res, err := g.prompt(ctx, g.pending, nil)
 	if err != nil || g.out.Reason != Continue {
 		return err
 	}

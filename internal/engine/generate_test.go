@@ -2,6 +2,7 @@ package engine_test
 
 import (
 	"context"
+	"errors"
 	"math/rand/v2"
 	"slices"
 	"testing"
@@ -180,8 +181,10 @@ func TestGenerateRefuses(t *testing.T) {
 	l := newLane(m)
 	for name, r := range map[string]engine.Request{
 		"no prompt":    {MaxNew: 1},
-		"no output":    {Prompt: []int32{1}},
+		"output":       {Prompt: []int32{1}, MaxNew: -1},
+		"drafts":       {Prompt: []int32{1}, MaxNew: 1, Draft: -1},
 		"too long":     {Prompt: make([]int32, 160), MaxNew: 1},
+		"far too long": {Prompt: make([]int32, 161)},
 		"beyond vocab": {Prompt: []int32{512}, MaxNew: 1},
 		"negative":     {Prompt: []int32{-1}, MaxNew: 1},
 	} {
@@ -194,6 +197,40 @@ func TestGenerateRefuses(t *testing.T) {
 	out, err := l.Generate(ctx, engine.Request{Prompt: []int32{20, 21}, MaxNew: 5})
 	if err != nil || out.Reason != engine.Cancelled || len(out.IDs) != 0 {
 		t.Errorf("cancelled: %v, %v", out, err)
+	}
+}
+
+// Without output only the prompt runs, also one that fills the context; progress is told chunk by chunk.
+func TestPromptOnly(t *testing.T) {
+	l := newLane(modeltest.Micro(t))
+	for _, n := range []int{1, 31, 32, 33, 160} {
+		var seen []int
+		out := generate(t, l, engine.Request{Prompt: make([]int32, n), Progress: func(done int) { seen = append(seen, done) }})
+		if len(out.IDs) != 0 || out.Reason != engine.Length || l.Runner.Dev.Lengths(laneZero).Target != n {
+			t.Errorf("%d tokens: %+v", n, out)
+		}
+		var want []int
+		for done := 32; done < n; done += 32 {
+			want = append(want, done)
+		}
+		if want = append(want, n); !slices.Equal(seen, want) {
+			t.Errorf("%d tokens: progress %v, want %v", n, seen, want)
+		}
+	}
+}
+
+// failing is a watcher that cannot go on.
+type failing struct{ err error }
+
+func (f failing) Preview(ids []int32) engine.Verdict { return engine.Verdict{Keep: len(ids)} }
+func (f failing) Commit([]int32) error               { return f.err }
+
+func TestWatcherError(t *testing.T) {
+	cause := errors.New("no room")
+	_, err := newLane(modeltest.Micro(t)).Generate(context.Background(), engine.Request{Prompt: []int32{20}, MaxNew: 3, Watcher: failing{cause}})
+	var w *engine.WatcherError
+	if !errors.As(err, &w) || !errors.Is(err, cause) {
+		t.Errorf("%v", err)
 	}
 }
 
