@@ -538,3 +538,29 @@ func FuzzTemplate(f *testing.F) {
 		tmpl.Render(Input{Messages: []Message{{Role: "user", Content: TextContent("<x>")}}})
 	})
 }
+
+func BenchmarkRender(b *testing.B) {
+	tmpl, tok := own(b), micro(b)
+	text := strings.Repeat("The quick <b>brown</b> fox jumps over the lazy dog.\n", 40)
+	var in Input
+	for range 100 {
+		in.Messages = append(in.Messages, Message{Role: "user", Content: TextContent(text)}, Message{Role: "assistant", Content: TextContent(text)})
+	}
+	b.Run("render", func(b *testing.B) {
+		for b.Loop() {
+			if _, err := tmpl.Render(in); err != nil {
+				b.Fatal(err)
+			}
+		}
+	})
+	p, err := tmpl.Render(in)
+	if err != nil {
+		b.Fatal(err)
+	}
+	b.Run("encode", func(b *testing.B) {
+		b.SetBytes(int64(len(p.Text())))
+		for b.Loop() {
+			p.Encode(tok)
+		}
+	})
+}

@@ -288,7 +288,6 @@ func (d *Decoder) flush(s *state, events *[]Event) {
 	text := s.held
 	if s.partial != "" {
 		text += string(utf8.RuneError)
-		s.drop = false
 	}
 	s.held, s.partial, s.progress = "", "", nil
 	d.show(s, text, events)

@@ -112,8 +112,10 @@ func TestDecode(t *testing.T) {
 		{"stops at the budget", Options{Thinking: true, Budget: 2, Closing: closing, StopIDs: []int32{imEnd}}, []string{"a", "<|im_end|>"}, seen{Reasoning: "a", Reason: StopID}, 2, 2},
 		{"stop string at the budget", Options{Thinking: true, Budget: 2, Closing: closing, ReasoningStops: []string{"ab"}}, []string{"a", "b"}, seen{Reason: StopString, Stop: "ab"}, 2, 2},
 		{"held text before the insertion", Options{Thinking: true, Budget: 2, Closing: closing, ReasoningStops: []string{"abc"}}, []string{"a", "b", "c"}, seen{Reasoning: "abc", Closed: true}, 2, 4},
+		{"no stop in the insertion", Options{Thinking: true, Budget: 2, Closing: closing, ReasoningStops: []string{"c", "bc"}, StopIDs: ids(t, "c")}, []string{"a", "b", "c"}, seen{Reasoning: "abc", Closed: true}, 2, 4},
 		{"no budget without thinking", Options{Budget: 1, Closing: closing}, []string{"a", "b"}, seen{Answer: "ab"}, 2, 0},
 		{"raw", Options{Thinking: true, Raw: true, StopIDs: []int32{imEnd}}, []string{"a", thinkEndText, "\n\n", "b", "<|im_end|>"}, seen{Answer: "a</think>\n\nb<|im_end|>", Reason: StopID}, 5, 2},
+		{"raw stop string in the marker", Options{Thinking: true, Raw: true, ReasoningStops: []string{"think"}}, []string{"a", thinkEndText, "b"}, seen{Answer: "a</", Reason: StopString, Stop: "think"}, 2, 2},
 		{"raw stop string", Options{Raw: true, Stops: []string{"b"}}, []string{thinkEndText, "abc"}, seen{Answer: "</think>a", Reason: StopString, Stop: "b"}, 2, 0},
 	}
 	for _, test := range tests {

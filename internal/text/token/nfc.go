@@ -88,7 +88,7 @@ func composeLong(s string) string {
 		if starter >= 0 {
 			last := out[len(out)-1].ccc
 			adjacent := starter == len(out)-1
-			if adjacent || last != 0 && last < c.ccc {
+			if adjacent || last < c.ccc {
 				if r, ok := compose(out[starter].r, c.r); ok {
 					out[starter].r = r
 					continue

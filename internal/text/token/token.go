@@ -1,6 +1,7 @@
 package token
 
 import (
+	"maps"
 	"slices"
 	"strings"
 )
@@ -18,6 +19,7 @@ type Tokenizer struct {
 	marks    bool              // the split pattern counts combining marks as letters
 
 	added   map[string]int32
+	names   map[string]string
 	special []int32        // ids of added tokens with the special flag, ascending
 	byStart [256][]control // added tokens by first byte, longest first
 }
@@ -81,6 +83,11 @@ func (t *Tokenizer) Controls() []string {
 	slices.SortFunc(out, func(a, b string) int { return int(t.added[a]) - int(t.added[b]) })
 	return out
 }
+
+// Names returns the tokens that tokenizer_config.json gives a role: eos_token,
+// pad_token and others that are set, with their spellings. Chat templates may ask
+// for them by these names.
+func (t *Tokenizer) Names() map[string]string { return maps.Clone(t.names) }
 
 // Encode returns the ids of text, reading control spellings as control tokens.
 // Of several that fit, the earliest wins, then the longest. Nothing is put

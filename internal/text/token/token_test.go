@@ -1,6 +1,7 @@
 package token
 
 import (
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -41,6 +42,9 @@ func TestControls(t *testing.T) {
 	}
 	if got := tok.Encode("<|im_start|><|im_end|></think>"); !slices.Equal(got, []int32{start, end, thinkOff}) {
 		t.Errorf("Encode of three control tokens = %v", got)
+	}
+	if got, want := tok.Names(), map[string]string{"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}; !maps.Equal(got, want) {
+		t.Errorf("Names() = %v, want %v", got, want)
 	}
 	text := "a<|im_start|>b</think>"
 	plain := tok.EncodePlain(text)
@@ -229,6 +233,11 @@ func TestLoadErrors(t *testing.T) {
 		`"1": {"content": "<|im_end|>", `+entry+`}, "490": {"content": "<|audio|>", `+entry+`}`)))
 	if err != nil {
 		t.Fatal(err)
+	}
+	if tok, err := Load([]byte(tokenizer), []byte(`{"bos_token": null, "eos_token": {"content": "<|im_end|>", "special": true}, "model_token": 3}`)); err != nil {
+		t.Error(err)
+	} else if got, want := tok.Names(), map[string]string{"eos_token": "<|im_end|>"}; !maps.Equal(got, want) {
+		t.Errorf("Names() = %v, want %v", got, want)
 	}
 	if tok.Count() != 491 {
 		t.Errorf("Count() = %d with a token 490 of the second file", tok.Count())
