@@ -20,6 +20,7 @@ type output struct {
 	lock  *lock
 	hooks hooks
 
+	sparse  bool // disk space is not reserved
 	renamed bool // published by renaming, as hard links are not available
 }
 
@@ -38,8 +39,8 @@ func (o *output) path(name string) string { return filepath.Join(o.dir, name) }
 
 // createOutput locks the output, reclaims, refuses existing files and creates
 // temporaries of the final lengths.
-func createOutput(path string, records []FileRecord, payloadStart int64, h hooks) (*output, error) {
-	o := &output{dir: filepath.Dir(path), entry: filepath.Base(path), hooks: h}
+func createOutput(path string, records []FileRecord, payloadStart int64, sparse bool, h hooks) (*output, error) {
+	o := &output{dir: filepath.Dir(path), entry: filepath.Base(path), sparse: sparse, hooks: h}
 	if o.hooks.writeAt == nil {
 		o.hooks.writeAt = (*os.File).WriteAt
 	}
@@ -111,7 +112,11 @@ func (o *output) createTemporaries() error {
 	}
 	for i := range o.files {
 		f := &o.files[i]
-		if err := allocate(f.file, f.length); err != nil {
+		size := allocate
+		if o.sparse {
+			size = (*os.File).Truncate
+		}
+		if err := size(f.file, f.length); err != nil {
 			return fmt.Errorf("artifact: reserving %d bytes for %s, of %d for the whole output: %w", f.length, o.path(f.name), o.length(), cause(err))
 		}
 	}
@@ -220,6 +225,7 @@ func (o *output) publish(id [16]byte) error {
 	// From here on the artifact is published; what fails below leaves at
 	// worst names that the next writer of this output reclaims.
 	_ = syncDir(o.dir)
+	o.hooks.step("announce " + o.entry)
 	if err := o.lock.published(); err != nil {
 		return nil
 	}

@@ -27,21 +27,9 @@ type parsed struct {
 // the root value) and checks rows R5 to R13 of the rejection table. path is
 // the entry's path and names the file in errors; entry is its base name.
 func parseDirectory(text []byte, path, entry string) (*parsed, error) {
-	if bytes.HasPrefix(text, []byte("\xef\xbb\xbf")) {
-		return nil, reject(path, 5, "the text begins with a byte order mark")
-	}
-	// One pass for the syntax of the whole text, so that a broken text is
-	// reported as such whatever its first half says.
-	d := jsontext.NewDecoder(bytes.NewReader(text))
-	if err := d.SkipValue(); err != nil {
-		if errors.Is(err, io.EOF) {
-			return nil, reject(path, 5, "the text is empty")
-		}
-		return nil, &FormatError{Path: path, Rule: 5, Class: classes[5], Err: oneLine(err)}
-	}
-	end := int(d.InputOffset())
-	if i := bytes.IndexFunc(text[end:], func(r rune) bool { return !strings.ContainsRune(" \t\r\n", r) }); i >= 0 {
-		return nil, reject(path, 5, "data after the root value at byte %d", end+i)
+	end, err := checkSyntax(text, path)
+	if err != nil {
+		return nil, err
 	}
 	p := &parser{path: path, dec: jsontext.NewDecoder(bytes.NewReader(text))}
 	out := &parsed{textEnd: end, contentEnd: -1}
@@ -52,6 +40,28 @@ func parseDirectory(text []byte, path, entry string) (*parsed, error) {
 		return nil, err
 	}
 	return out, nil
+}
+
+// checkSyntax checks that a text is one JSON value with nothing but white
+// space around it (row R5) and gives the first byte after the value. It looks
+// at the whole text, so that a broken one is reported as such whatever its
+// first half says.
+func checkSyntax(text []byte, path string) (end int, err error) {
+	if bytes.HasPrefix(text, []byte("\xef\xbb\xbf")) {
+		return 0, reject(path, 5, "the text begins with a byte order mark")
+	}
+	d := jsontext.NewDecoder(bytes.NewReader(text))
+	if err := d.SkipValue(); err != nil {
+		if errors.Is(err, io.EOF) {
+			return 0, reject(path, 5, "the text is empty")
+		}
+		return 0, &FormatError{Path: path, Rule: 5, Class: classes[5], Err: oneLine(err)}
+	}
+	end = int(d.InputOffset())
+	if i := bytes.IndexFunc(text[end:], func(r rune) bool { return !strings.ContainsRune(" \t\r\n", r) }); i >= 0 {
+		return 0, reject(path, 5, "data after the root value at byte %d", end+i)
+	}
+	return end, nil
 }
 
 // oneLine replaces an error by one whose text has no line break.

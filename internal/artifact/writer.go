@@ -106,6 +106,10 @@ func (r *region) complete() error {
 type WriterOptions struct {
 	// ID is an id to stamp instead of the one derived from the content.
 	ID *[16]byte
+	// NoReserve leaves the files sparse instead of reserving their disk space
+	// at once: for outputs that are mostly holes, and where space becomes
+	// free only while the output is written.
+	NoReserve bool
 
 	hooks hooks
 }
@@ -150,7 +154,7 @@ func Create(path string, p *Plan, o WriterOptions) (*Writer, error) {
 	}
 
 	var err error
-	if w.out, err = createOutput(path, p.Directory.Files, p.PayloadStart, o.hooks); err != nil {
+	if w.out, err = createOutput(path, p.Directory.Files, p.PayloadStart, o.NoReserve, o.hooks); err != nil {
 		return nil, err
 	}
 	if err := w.writeFraming(); err != nil {
