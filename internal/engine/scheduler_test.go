@@ -93,7 +93,7 @@ func TestSchedulerProperties(t *testing.T) {
 		lanes := map[int]RequestID{}
 		var order []RequestID
 		next, started, finished, overtaken := RequestID(1), 0, 0, map[RequestID]int{}
-		for step := 0; step < 4000 && (step < 300 || finished < len(jobs)); step++ {
+		for step := 0; step < 100000 && (step < 300 || finished < len(jobs)); step++ {
 			if step < 300 && rng.IntN(3) == 0 {
 				j := &job{prompt: 1 + rng.IntN(400), output: 1 + rng.IntN(60)}
 				if s.Arrive(next, j.prompt, j.output) == nil {
