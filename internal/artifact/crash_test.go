@@ -31,7 +31,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// childObjects are 260 KB: many chunks, nine files.
+// childObjects are 260 KB: many chunks, six files.
 func childDirectory() *Directory {
 	d := tinyDirectory()
 	d.Objects = append(d.Objects, Object{ID: "big", Shape: []int{60_000}, Format: "int32", Layout: "contiguous_le_v1"})
@@ -44,7 +44,7 @@ func childObjects() map[string][]byte {
 	return o
 }
 
-const childLimit = 36864
+const childLimit = 53248
 
 // childWriter writes m.ninfer into a directory. Orders: directory, link or
 // rename, the number of the step at which to die by SIGKILL (-1: never), a
@@ -92,8 +92,8 @@ func writeChunks(path string, h hooks, each func()) error {
 	}
 	defer w.Abort()
 	for id, b := range childObjects() {
-		for at := 0; at < len(b); at += 16384 {
-			if err := w.WriteAt(id, int64(at), b[at:min(len(b), at+16384)]); err != nil {
+		for at := 0; at < len(b); at += 32768 {
+			if err := w.WriteAt(id, int64(at), b[at:min(len(b), at+32768)]); err != nil {
 				return err
 			}
 			each()
@@ -179,7 +179,7 @@ func TestKillAtEveryStep(t *testing.T) {
 			t.Parallel()
 			out, err := child(t.TempDir(), mode, -1, 0, 0).Output()
 			var steps int
-			if _, scanErr := fmt.Sscanf(string(out), "steps %d", &steps); err != nil || scanErr != nil || steps < 30 {
+			if _, scanErr := fmt.Sscanf(string(out), "steps %d", &steps); err != nil || scanErr != nil || steps < 20 {
 				t.Fatalf("%q, %v", out, err)
 			}
 			published, orphans := 0, 0
@@ -241,10 +241,10 @@ func TestKillAtRandom(t *testing.T) {
 // TestReclaimLeavesOthersFiles: what changed hands after a crash stays.
 func TestReclaimLeavesOthersFiles(t *testing.T) {
 	t.Parallel()
-	crash := func(t *testing.T, step func(listing []string) bool) string {
-		for i := 25; ; i++ { // publishing begins later
+	crash := func(t *testing.T, mode string, step func(listing []string) bool) string {
+		for i := 15; ; i++ { // publishing begins later
 			dir := t.TempDir()
-			if err := child(dir, "link", i, 0, 0).Run(); err == nil {
+			if err := child(dir, mode, i, 0, 0).Run(); err == nil {
 				t.Fatal("no step leaves the wanted state")
 			}
 			if step(listing(t, dir)) {
@@ -253,7 +253,7 @@ func TestReclaimLeavesOthersFiles(t *testing.T) {
 		}
 	}
 	t.Run("entry renamed after publishing", func(t *testing.T) {
-		dir := crash(t, func(names []string) bool { return slices.Contains(names, "m.ninfer") })
+		dir := crash(t, "link", func(names []string) bool { return slices.Contains(names, "m.ninfer") })
 		// The user moves the entry; its parts keep their names and belong to it.
 		if err := os.Rename(filepath.Join(dir, "m.ninfer"), filepath.Join(dir, "mine.ninfer")); err != nil {
 			t.Fatal(err)
@@ -266,12 +266,26 @@ func TestReclaimLeavesOthersFiles(t *testing.T) {
 		}
 	})
 	t.Run("part replaced", func(t *testing.T) {
-		dir := crash(t, func(names []string) bool { return slices.Contains(names, "m.ninfer.part-0002") })
+		dir := crash(t, "link", func(names []string) bool { return slices.Contains(names, "m.ninfer.part-0002") })
 		part := filepath.Join(dir, "m.ninfer.part-0002")
 		if err := os.Remove(part); err != nil {
 			t.Fatal(err)
 		}
 		save(t, part, []byte("mine"))
+		if err := writeChunks(filepath.Join(dir, "m.ninfer"), hooks{}, func() {}); !errors.Is(err, ErrExists) {
+			t.Errorf("got %v, want ErrExists", err)
+		}
+		if names := listing(t, dir); !slices.Equal(names, []string{"m.ninfer.part-0002"}) {
+			t.Errorf("directory holds %q", names)
+		}
+	})
+	t.Run("renamed part replaced by a like one", func(t *testing.T) {
+		dir := crash(t, "rename", func(names []string) bool { return slices.Contains(names, "m.ninfer.part-0002") })
+		part := filepath.Join(dir, "m.ninfer.part-0002")
+		other := time.Now().Add(-time.Hour)
+		if err := os.Chtimes(part, other, other); err != nil {
+			t.Fatal(err)
+		}
 		if err := writeChunks(filepath.Join(dir, "m.ninfer"), hooks{}, func() {}); !errors.Is(err, ErrExists) {
 			t.Errorf("got %v, want ErrExists", err)
 		}

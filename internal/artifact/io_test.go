@@ -215,6 +215,30 @@ func TestZeroCopy(t *testing.T) {
 	}
 }
 
+// TestZeroCopyBoundary: objects that end just before, at and just after the
+// end of a file.
+func TestZeroCopyBoundary(t *testing.T) {
+	for _, n := range []int{8191, 8192, 8193} {
+		path := filepath.Join(t.TempDir(), "b.ninfer")
+		d := &Directory{Components: []Component{{ID: "text"}}, Objects: []Object{
+			{ID: "w", Shape: []int{n}, Format: "fp8_e4m3fn", Layout: "contiguous_le_v1"},
+			{ID: "v", Shape: []int{300}, Format: "fp8_e4m3fn", Layout: "contiguous_le_v1"},
+		}}
+		objects := mixedObjects(t, d, uint64(n))
+		write(t, path, d, objects, PlanOptions{Limit: 12288}, WriterOptions{})
+		a, err := Open(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for id, want := range objects {
+			if x, err := a.Tensor(id); err != nil || !bytes.Equal(x.Data, want) {
+				t.Errorf("%d bytes: %s: %v", n, id, err)
+			}
+		}
+		a.Close()
+	}
+}
+
 // TestWriterConcurrent writes random chunks in random order from several
 // goroutines; files and receipt equal those of a sequential writer.
 func TestWriterConcurrent(t *testing.T) {

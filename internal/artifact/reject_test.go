@@ -175,6 +175,7 @@ func TestRejectDirectory(t *testing.T) {
 		{"R8/product overflow", `[2,3]`, `[4294967296,4294967296]`, 8, "64 bits"},
 
 		{"R9/overlap", `"offset":512`, `"offset":256`, 9, "before the previous"},
+		{"R9/overlap by one byte", `"offset":3,`, `"offset":2,`, 9, "before the previous"},
 		{"R9/swapped", `"offset":0,"bytes":3`, `"offset":300,"bytes":3`, 9, "before the previous"},
 		{"R9/after the payload", `"bytes":8}`, `"bytes":9}`, 9, "after the payload"},
 		{"R9/overflow", `"bytes":8}`, `"bytes":9223372036854775807}`, 9, "after the payload"},
