@@ -76,10 +76,10 @@ func literalText(t *testing.T, tmpl *Template) {
 		if got := controlIDs(tok, ids); !slices.Equal(got, want) {
 			t.Errorf("%q: control tokens %q, want %q", s, got, want)
 		}
-		if got := tok.Decode(ids); got != text && got != tok.Decode(tok.EncodePlain(text)) {
+		if got := tok.Decode(ids); got != text {
 			t.Errorf("%q: decoded prompt differs from its text", s)
 		}
-		if !strings.Contains(text, s[strings.IndexFunc(s, func(r rune) bool { return r != ' ' }):]) && strings.TrimSpace(s) == s {
+		if !strings.Contains(text, "user\n"+strings.TrimSpace(s)) {
 			t.Errorf("%q is not in the prompt", s)
 		}
 	}
@@ -398,7 +398,7 @@ func TestCheck(t *testing.T) {
 		t.Error(err)
 	}
 	for name, source := range map[string]string{
-		// The middle of the token comes from a comparison's side, which is not marked.
+		// The middle part looks like no part of a control spelling, so it is not marked.
 		"cannot be told":      "{{ '<|' ~ 'im_start' ~ '|>' }}",
 		"refuses every":       "{{ raise_exception('never') }}",
 		"that it also writes": "{% set e = '<|im_end|>' %}{% if e == '<|im_end|>' %}{{ e }}{% endif %}",

@@ -37,7 +37,7 @@ type Options struct {
 	StopIDs []int32
 	// Stops and ReasoningStops end the output where they occur in the text of the
 	// answer or of the reasoning. The match and what follows it are not shown. None
-	// may be empty.
+	// may be empty or other than UTF-8: a match must not cut a character.
 	Stops, ReasoningStops []string
 
 	// Budget is the most ids the model may make while the think block is open; 0 is
@@ -119,8 +119,8 @@ func New(vocabulary Vocabulary, opt Options) (*Decoder, error) {
 	d := &Decoder{vocabulary: vocabulary, opt: opt}
 	for i, stops := range [2][]string{opt.ReasoningStops, opt.Stops} {
 		for _, s := range stops {
-			if s == "" {
-				return nil, fmt.Errorf("a stop string is empty")
+			if s == "" || !utf8.ValidString(s) {
+				return nil, fmt.Errorf("stop string %q is empty or not UTF-8", s)
 			}
 			d.stops[i] = append(d.stops[i], newPattern(s))
 		}

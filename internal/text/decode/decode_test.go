@@ -311,6 +311,44 @@ func TestAgainstWhole(t *testing.T) {
 	}
 }
 
+// FuzzDecode: one id at a time, all at once, and looked at as a whole are the same.
+func FuzzDecode(f *testing.F) {
+	f.Add([]byte{2, 3, 0, 7, 9, 10, 11, 1}, "ab", "\n\n", true)
+	f.Add([]byte{9, 0, 10, 15, 13, 14}, "c", "\ufffd", false)
+	f.Fuzz(func(t *testing.T, data []byte, stop, reasoningStop string, thinking bool) {
+		if stop == "" || reasoningStop == "" || !utf8.ValidString(stop) || !utf8.ValidString(reasoningStop) {
+			return
+		}
+		in := make([]int32, len(data))
+		for i, b := range data {
+			in[i] = int32(int(b) % len(vocabulary))
+		}
+		opt := Options{Thinking: thinking, ThinkEnd: thinkEnd, StopIDs: []int32{imEnd}, Stops: []string{stop}, ReasoningStops: []string{reasoningStop}}
+		want, keep := expect(opt, in)
+		for _, size := range []int{1, max(len(in), 1)} {
+			d, err := New(vocabulary, opt)
+			if err != nil {
+				t.Fatal(err)
+			}
+			var got seen
+			kept, why := 0, Continue
+			for rest := range slices.Chunk(in, size) {
+				var k int
+				k, why = d.Preview(rest)
+				got.add(t, d.Commit(rest[:k]))
+				kept += k
+				if why != Continue {
+					break
+				}
+			}
+			got.add(t, d.Finish())
+			if got != want || kept != keep {
+				t.Errorf("in %v by %d:\n got %+v, %d kept\nwant %+v, %d kept", in, size, got, kept, want, keep)
+			}
+		}
+	})
+}
+
 // TestHeld: only what may become part of a stop string is held back.
 func TestHeld(t *testing.T) {
 	d, err := New(vocabulary, Options{Stops: []string{"abc"}})
@@ -364,6 +402,7 @@ func TestNewErrors(t *testing.T) {
 	for _, opt := range []Options{
 		{Stops: []string{"a", ""}},
 		{ReasoningStops: []string{""}},
+		{Stops: []string{"\xb8"}},
 		{Budget: -1},
 		{Thinking: true, ThinkEnd: thinkEnd, Budget: 1},
 		{Thinking: true, ThinkEnd: thinkEnd, Budget: 1, Closing: []int32{2}},
