@@ -42,8 +42,8 @@ func TestDescribeOfficial(t *testing.T) {
 		if text := d.Components[0]; text.ProposalRows != 147456 || len(text.Resources) != 4 || text.Target != "" {
 			t.Errorf("text component: %+v", text)
 		}
-		c, err := FromComponents(d.Components[0].Config, d.Components[2].Config)
-		if err != nil || !c.IsOfficial() {
+		c, mixed, err := FromComponents(d.Components[0].Config, d.Components[2].Config)
+		if err != nil || mixed || !c.IsOfficial() {
 			t.Errorf("official components give %v", err)
 		}
 	}
@@ -119,7 +119,7 @@ func TestDescribeOther(t *testing.T) {
 	if string(d.Metadata) != `{"name":"qwen4_exp"}` || string(d.Provenance) != `{"recipe":"qwen3_8_flash_next_125b_a6b_nvfp4-v3-radixark"}` {
 		t.Errorf("%s %s", d.Metadata, d.Provenance)
 	}
-	back, err := FromComponents(d.Components[0].Config, d.Components[2].Config)
+	back, _, err := FromComponents(d.Components[0].Config, d.Components[2].Config)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -170,13 +170,15 @@ func TestFromComponentsRefusals(t *testing.T) {
 	for _, tt := range []struct{ text, vision, message string }{
 		{head + `"hidden_size":2048,"num_hidden_layers":48,"vocab_size":248320,"num_experts":512}`, `{}`, "hidden_size is 2048"},
 		{head + `"hidden_size":2560,"num_hidden_layers":48,"vocab_size":248320,"num_experts":512,"x":1}`, `{}`, "image_token_id"},
-		{`{"architectures":["Qwen4ExpForCausalLM"],"model_type":"qwen4_exp_text"}`, `{}`, "Qwen4ExpForCausalLM"},
+		{`{"architectures":["Qwen3_8FlashNextForCausalLM"],"model_type":"qwen4_exp_text"}`, `{}`, "qwen4_exp_text"},
+		{`{"architectures":["Qwen4ExpForCausalLM"],"model_type":"qwen4_exp_text"}`, `{}`, "lacks hidden_size"},
+		{`{"architectures":["Qwen4ExpForCausalLM"],"model_type":"qwen4_exp_text"}`, ``, "vision is missing"},
 		{`[]`, `{}`, "component text"},
 		{head + `"hidden_size":2560,"hidden_size":2560}`, `{}`, "component text"},
 		{head + `"hidden_size":2560,"image_token_id":1,"video_token_id":1,"vision_start_token_id":1,"vision_end_token_id":1}`, ``, "vision"},
 		{head + `"hidden_size":2560,"image_token_id":1,"video_token_id":1,"vision_start_token_id":1,"vision_end_token_id":1}`, `{}`, "num_hidden_layers"},
 	} {
-		if _, err := FromComponents([]byte(tt.text), []byte(tt.vision)); err == nil || !strings.Contains(err.Error(), tt.message) {
+		if _, _, err := FromComponents([]byte(tt.text), []byte(tt.vision)); err == nil || !strings.Contains(err.Error(), tt.message) {
 			t.Errorf("%s: %v, want %q", tt.text, err, tt.message)
 		}
 	}
@@ -197,6 +199,10 @@ func TestCheckProfile(t *testing.T) {
 		{`"modelopt"`, `"fp8"`, Variant{Profile: Radixark}, "quant_method"},
 		{`"NVFP4"`, `"MIXED_PRECISION"`, Variant{Profile: Radixark}, "quant_algo"},
 		{`"quantization_config"`, `"quantisation_config"`, Variant{Profile: Radixark}, "quantization_config"},
+		{"", "", Variant{Profile: Mixed}, "quant_method"},
+		{`"modelopt"`, `"compressed-tensors"`, Variant{Profile: Mixed}, ""},
+		{`"modelopt"`, `"compressed-tensors"`, Variant{Profile: Radixark}, "quant_method"},
+		{`"quantization_config"`, `"quantisation_config"`, Variant{Profile: Mixed}, ""},
 	} {
 		c, err := ParseConfig([]byte(strings.Replace(micro, tt.old, tt.new, 1)))
 		if err != nil {
@@ -220,7 +226,7 @@ func FuzzConfig(f *testing.F) {
 	f.Add([]byte(`{"architectures":["Qwen4ExpForConditionalGeneration"],"model_type":"qwen4_exp","text_config":{"num_hidden_layers":9000000000000000},"vision_config":{}}`))
 	f.Add([]byte(`{"architectures":["Qwen4ExpForConditionalGeneration"],"model_type":"qwen4_exp","text_config":{},"vision_config":{}}`))
 	f.Fuzz(func(t *testing.T, data []byte) {
-		_, _ = FromComponents(data, data)
+		_, _, _ = FromComponents(data, data)
 		c, err := ParseConfig(data)
 		if err != nil {
 			if strings.Contains(err.Error(), "\n") {
@@ -228,16 +234,25 @@ func FuzzConfig(f *testing.F) {
 			}
 			return
 		}
-		d, err := Describe(c, Variant{Profile: Radixark}, nil)
-		if err != nil {
-			t.Fatal(err)
-		}
-		back, err := FromComponents(d.Components[0].Config, d.Components[2].Config)
-		if err != nil {
-			t.Fatalf("accepted, but its description is not: %v", err)
-		}
-		if back.IsOfficial() != c.IsOfficial() || back.Text.HiddenSize != c.Text.HiddenSize || back.Text.ResetID() != c.Text.ResetID() {
-			t.Errorf("read back as another config")
+		for _, v := range []Variant{{Profile: Radixark}, {Profile: Mixed}} {
+			d, err := Describe(c, v, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			part := map[string][]byte{}
+			for _, c := range d.Components {
+				part[c.ID] = c.Config
+			}
+			back, mixed, err := FromComponents(part["text"], part["vision"])
+			if err != nil {
+				t.Fatalf("accepted, but its description is not: %v", err)
+			}
+			if mixed != (v.Profile == Mixed) || back.Text.HiddenSize != c.Text.HiddenSize || back.Text.ResetID() != c.Text.ResetID() {
+				t.Errorf("read back as another config")
+			}
+			if !mixed && back.IsOfficial() != c.IsOfficial() {
+				t.Errorf("official is %v, read back %v", c.IsOfficial(), back.IsOfficial())
+			}
 		}
 	})
 }

@@ -337,7 +337,7 @@ func (c *Config) check() error {
 		return bad("mtp_num_hidden_layers", t.MTPLayers, "1")
 	case t.MTPDedicated:
 		return bad("mtp_use_dedicated_embeddings", true, "false")
-	case !(t.RMSNormEps > 0 && t.RMSNormEps < 1):
+	case !(float32(t.RMSNormEps) > 0 && float32(t.RMSNormEps) < 1): // dialect E records it in that precision
 		return bad("rms_norm_eps", t.RMSNormEps, "a value between 0 and 1")
 	case len(t.LayerTypes) != t.Layers:
 		return bad("layer_types", len(t.LayerTypes), fmt.Sprintf("%d entries", t.Layers))

@@ -18,6 +18,15 @@ type Spec struct {
 	Format   num.Format
 	Layout   num.Layout
 	Source   Source
+	// Holds are the canonical parameters whose rows follow each other in the object. It is empty where the object's id is the
+	// parameter's name.
+	Holds []Run
+}
+
+// Run is a canonical parameter inside an object: so many of its rows, counted over all dimensions but the last.
+type Run struct {
+	Parameter string
+	Rows      int
 }
 
 // ResourceFile is a file of the checkpoint folder that is embedded byte for byte.
@@ -46,20 +55,21 @@ func (c *Config) ProposalRows(ids int) int {
 	return ids * 6 / 10 / 64 * 64
 }
 
-// Inventory returns every object of the dialect L artifact of a config, in order (artifact.md 4.1.2). An inventory is closed:
-// a checkpoint or artifact with one tensor more or less is refused. proposalRows is Config.ProposalRows, or the rows that an
-// artifact records.
+// Inventory returns every object of the artifact of a config, in order: artifact.md 4.1.2 (dialect L), and for profile Mixed 4.2.1
+// (dialect E). An inventory is closed: a checkpoint or artifact with one tensor more or less is refused. proposalRows is
+// Config.ProposalRows, or the rows that an artifact records; dialect E has no proposal head, and it is not used there.
 //
 // A config whose expert widths the bank layout cannot hold is an error that names the member.
 func Inventory(c *Config, v Variant, proposalRows int) ([]Spec, error) {
+	if v.Profile == Mixed {
+		return mixedInventory(c, num.NVFP4)
+	}
 	t := &c.Text
-	switch {
-	case proposalRows < 1 || proposalRows > t.VocabSize:
+	if proposalRows < 1 || proposalRows > t.VocabSize {
 		return nil, fmt.Errorf("proposal head of %d rows does not fit a vocabulary of %d", proposalRows, t.VocabSize)
-	case t.HiddenSize%128 != 0:
-		return nil, fmt.Errorf("hidden_size is %d: expert banks need a multiple of 128", t.HiddenSize)
-	case t.ExpertIntermediate%64 != 0:
-		return nil, fmt.Errorf("moe_intermediate_size is %d: expert banks need a multiple of 64", t.ExpertIntermediate)
+	}
+	if err := t.checkBanks(); err != nil {
+		return nil, err
 	}
 	b := builder{c: c, v: v}
 	for _, r := range Resources() {
@@ -104,6 +114,17 @@ func Inventory(c *Config, v Variant, proposalRows int) ([]Spec, error) {
 
 	b.vision()
 	return b.specs, nil
+}
+
+// checkBanks refuses expert widths that the bank layout cannot hold.
+func (t *Text) checkBanks() error {
+	switch {
+	case t.HiddenSize%128 != 0:
+		return fmt.Errorf("hidden_size is %d: expert banks need a multiple of 128", t.HiddenSize)
+	case t.ExpertIntermediate%64 != 0:
+		return fmt.Errorf("moe_intermediate_size is %d: expert banks need a multiple of 64", t.ExpertIntermediate)
+	}
+	return nil
 }
 
 type builder struct {
@@ -189,9 +210,8 @@ func (b *builder) ple(p string, k int) error {
 	b.copied(p+PLEValue, t.HiddenSize, t.PLEEmbedDim)
 
 	g := t.Ngram(k)
-	if g.Rows%int64(t.NgramParts) != 0 {
-		return fmt.Errorf("split_ngram_parts is %d, which does not divide the %d rows of the table: unsupported or inconsistent value",
-			t.NgramParts, g.Rows)
+	if err := t.checkParts(g); err != nil {
+		return err
 	}
 	rows := int(g.Rows)
 	table := Source{
@@ -206,6 +226,15 @@ func (b *builder) ple(p string, k int) error {
 		b.copied(p+PLETableScale, 1)
 	}
 	b.add(p+PLETable, b.v.TableFormat(), table, rows, g.HeadWidth)
+	return nil
+}
+
+// checkParts refuses a table that its shards do not divide.
+func (t *Text) checkParts(g Ngram) error {
+	if g.Rows%int64(t.NgramParts) != 0 {
+		return fmt.Errorf("split_ngram_parts is %d, which does not divide the %d rows of the table: unsupported or inconsistent value",
+			t.NgramParts, g.Rows)
+	}
 	return nil
 }
 
@@ -248,12 +277,13 @@ func (b *builder) draftBanks(p string) {
 		b.copied(p+BankDownBF16, down...)
 		return
 	}
-	s := Source{Op: OpEncodeBank, Name: p + BankGateUpBF16, DType: "BF16", Shape: gateUp, Constant: num.GateUpActivationDivisor}
+	s := Source{Op: OpEncodeBank, Name: p + BankGateUpBF16, DType: "BF16", Shape: gateUp, Encoder: num.ProfileB, Constant: num.GateUpActivationDivisor}
 	b.bank(p+BankGateUp, s, OpConstant, gateUp...)
-	s = Source{Op: OpEncodeBank, Name: p + BankDownBF16, DType: "BF16", Shape: down, Constant: num.DownActivationDivisor}
+	s = Source{Op: OpEncodeBank, Name: p + BankDownBF16, DType: "BF16", Shape: down, Encoder: num.ProfileB, Constant: num.DownActivationDivisor}
 	b.bank(p+BankDown, s, OpConstant, down...)
 }
 
+// vision adds the tower, quantized but in dialect E.
 func (b *builder) vision() {
 	v := &b.c.Vision
 	const visual = "model.visual."
@@ -261,6 +291,10 @@ func (b *builder) vision() {
 	merged := h * v.SpatialMergeSize * v.SpatialMergeSize
 
 	quantized := func(id string, f num.Format, source string, sourceShape []int, shape ...int) {
+		if b.v.Profile == Mixed {
+			b.add(id, num.BF16, Source{Op: OpCopy, Name: visual + source, DType: "BF16", Shape: sourceShape}, shape...)
+			return
+		}
 		b.add(id, f, Source{Op: OpQuantize, Name: visual + source, DType: "BF16", Shape: sourceShape}, shape...)
 	}
 	direct := func(id, source string, shape ...int) {

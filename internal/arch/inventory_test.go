@@ -92,39 +92,45 @@ func place(t testing.TB, specs []Spec) (offsets, sizes []int64, end int64) {
 	return offsets, sizes, end
 }
 
+// checkInventory compares an inventory with its digest (artifact.md 4.1.5), the number of tensors of each format, and its payload.
+func checkInventory(t *testing.T, specs []Spec, digest, formats string, payload int64, order ...num.Format) {
+	t.Helper()
+	offsets, sizes, end := place(t, specs)
+	var text strings.Builder
+	count := map[num.Format]int{}
+	for i, s := range specs {
+		if s.Resource {
+			fmt.Fprintf(&text, "%s\tresource\traw_bytes_v1\t%d\t%d\n", s.ID, offsets[i], sizes[i])
+			continue
+		}
+		count[s.Format]++
+		var dims []string
+		for _, d := range s.Shape {
+			dims = append(dims, strconv.Itoa(d))
+		}
+		fmt.Fprintf(&text, "%s\t%s\t%s\t%s\t%d\t%d\n", s.ID, strings.Join(dims, "x"), s.Format, s.Layout, offsets[i], sizes[i])
+	}
+	sum := sha256.Sum256([]byte(text.String()))
+	if got := hex.EncodeToString(sum[:]); got != digest {
+		t.Errorf("inventory digest %s, specification %s", got, digest)
+	}
+	var counts []string
+	for _, f := range order {
+		counts = append(counts, strconv.Itoa(count[f]))
+	}
+	if got := strings.Join(counts, " "); got != formats {
+		t.Errorf("formats %s, specification %s", got, formats)
+	}
+	if end != payload {
+		t.Errorf("payload %d bytes, specification %d", end, payload)
+	}
+}
+
 func TestOfficialInventory(t *testing.T) {
 	for _, tt := range variants {
 		t.Run(tt.v.OutputName(), func(t *testing.T) {
-			specs := officialInventory(t, tt.v)
-			offsets, sizes, end := place(t, specs)
-			var text strings.Builder
-			count := map[num.Format]int{}
-			for i, s := range specs {
-				if s.Resource {
-					fmt.Fprintf(&text, "%s\tresource\traw_bytes_v1\t%d\t%d\n", s.ID, offsets[i], sizes[i])
-					continue
-				}
-				count[s.Format]++
-				var dims []string
-				for _, d := range s.Shape {
-					dims = append(dims, strconv.Itoa(d))
-				}
-				fmt.Fprintf(&text, "%s\t%s\t%s\t%s\t%d\t%d\n", s.ID, strings.Join(dims, "x"), s.Format, s.Layout, offsets[i], sizes[i])
-			}
-			sum := sha256.Sum256([]byte(text.String()))
-			if got := hex.EncodeToString(sum[:]); got != tt.digest {
-				t.Errorf("inventory digest %s, specification %s", got, tt.digest)
-			}
-			var counts []string
-			for _, f := range []num.Format{num.BF16, num.FP8RowBF16, num.FP32, num.NVFP4, num.FP8, num.Q4G64, num.Q5G64, num.Q6G64, num.Q8G32, num.Int32} {
-				counts = append(counts, strconv.Itoa(count[f]))
-			}
-			if got := strings.Join(counts, " "); got != tt.formats {
-				t.Errorf("formats %s, specification %s", got, tt.formats)
-			}
-			if end != tt.payload {
-				t.Errorf("payload %d bytes, specification %d", end, tt.payload)
-			}
+			checkInventory(t, officialInventory(t, tt.v), tt.digest, tt.formats, tt.payload,
+				num.BF16, num.FP8RowBF16, num.FP32, num.NVFP4, num.FP8, num.Q4G64, num.Q5G64, num.Q6G64, num.Q8G32, num.Int32)
 		})
 	}
 }
@@ -257,7 +263,11 @@ func TestVariant(t *testing.T) {
 		{[4]string{"radixark", "bf16"}, "", ""},
 		{[4]string{"radixark", "fp8_e4m3fn"}, "", ""},
 		{[4]string{"swift", "int4"}, "", ""},
-		{[4]string{"mixed"}, "", ""},
+		{[4]string{"mixed"}, "qwen3_8_flash_next_mixed.ninfer", "qwen3_8_flash_next_125b_a6b_nvfp4-v3-mixed"},
+		{[4]string{"mixed", "bf16"}, "", ""},
+		{[4]string{"mixed", "", "bf16"}, "", ""},
+		{[4]string{"mixed", "", "", "nvfp4"}, "", ""},
+		{[4]string{"official"}, "", ""},
 		{[4]string{"", "", "fp8", ""}, "", ""},
 		{[4]string{"", "", "", "fp8"}, "", ""},
 	} {

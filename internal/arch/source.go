@@ -3,6 +3,8 @@ package arch
 import (
 	"iter"
 	"strconv"
+
+	"ninfer/internal/num"
 )
 
 // Op says how an object's content is made from the checkpoint (artifact.md 5.5).
@@ -17,12 +19,15 @@ const (
 	OpQuantize              // a BF16 tensor, read as rows x columns of the object, encoded into the object's format
 	OpBank                  // ModelOpt experts: codes and block scales copied, divisor 1/weight_scale_2
 	OpDivisors              // ModelOpt experts: activation divisors 1/input_scale
-	OpEncodeBank            // a BF16 bank encoded as NVFP4, one divisor an expert (artifact.md 2.8, profile B)
+	OpEncodeBank            // a BF16 bank encoded as NVFP4 by Encoder, one divisor an expert (artifact.md 2.8)
 	OpConstant              // every value is Constant
 	OpEncodeTable           // BF16 table shards encoded with the one multiplier of the whole table (2.7)
 	OpTableScale            // that multiplier
 	OpProposal              // the chosen rows of the BF16 output head, encoded (2.9)
 	OpProposalIDs           // which rows were chosen
+	OpRowScaled             // FP8 matrices one below the other, codes copied, then their FP32 row multipliers (5.6)
+	OpPackedBank            // compressed-tensors experts: codes, block scales and divisors copied (2.4)
+	OpPackedTable           // shard Index of the INT4 table, which lies in a folder of its own: codes, then scales (5.6)
 )
 
 // Source is where an object's content comes from: a compact description, since the banks of the official model are made from
@@ -33,9 +38,14 @@ type Source struct {
 	DType string // safetensors spelling; empty for banks, whose four tensors differ
 	Shape []int  // of one source tensor; for banks [rows, columns] of one projection
 
+	// Parts are tensors whose rows follow each other; Name, DType and Shape are then empty.
+	Parts []SourceTensor
+
 	Projections []string // banks: the projections whose rows follow each other in an expert
 	Count       int      // experts of a bank or shards of a table, else 0
 	Constant    float32
+	Encoder     num.Profile // of OpEncodeBank
+	Index       int         // of OpPackedTable
 }
 
 // SourceTensor is one tensor a checkpoint must hold.
@@ -51,6 +61,15 @@ func (s *Source) Expert(e int, p string) (weight, scale, scale2, input string) {
 	return n + "weight", n + "weight_scale", n + "weight_scale_2", n + "input_scale"
 }
 
+// PackedExpert names the four tensors of projection p of expert e in a compressed-tensors checkpoint.
+func (s *Source) PackedExpert(e int, p string) (packed, scale, global, input string) {
+	n := s.Name + strconv.Itoa(e) + "." + p + "_proj."
+	return n + "weight_packed", n + "weight_scale", n + "weight_global_scale", n + "input_global_scale"
+}
+
+// RowScale names the multipliers of a row-scaled FP8 matrix, one a row, shape [rows, 1].
+func RowScale(matrix string) string { return matrix + "_scale" }
+
 // Shard names shard i of a table.
 func (s *Source) Shard(i int) string { return s.Name + strconv.Itoa(i) + ".weight" }
 
@@ -58,7 +77,19 @@ func (s *Source) Shard(i int) string { return s.Name + strconv.Itoa(i) + ".weigh
 func (s *Source) Tensors() iter.Seq[SourceTensor] {
 	return func(yield func(SourceTensor) bool) {
 		switch s.Op {
-		case OpResource, OpConstant:
+		case OpResource, OpConstant, OpPackedTable:
+		case OpPackedBank:
+			one := []int{1}
+			codes, scales := []int{s.Shape[0], s.Shape[1] / 2}, []int{s.Shape[0], s.Shape[1] / 16}
+			for e := range s.Count {
+				for _, p := range s.Projections {
+					packed, scale, global, input := s.PackedExpert(e, p)
+					if !yield(SourceTensor{packed, "U8", codes}) || !yield(SourceTensor{scale, "F8_E4M3", scales}) ||
+						!yield(SourceTensor{global, "F32", one}) || !yield(SourceTensor{input, "F32", one}) {
+						return
+					}
+				}
+			}
 		case OpBank, OpDivisors:
 			codes := []int{s.Shape[0], s.Shape[1] / 2}
 			scales := []int{s.Shape[0], s.Shape[1] / 16}
@@ -79,6 +110,14 @@ func (s *Source) Tensors() iter.Seq[SourceTensor] {
 				}
 			}
 		default:
+			for _, t := range s.Parts {
+				if !yield(t) || s.Op == OpRowScaled && !yield(SourceTensor{RowScale(t.Name), "F32", []int{t.Shape[0], 1}}) {
+					return
+				}
+			}
+			if s.Parts != nil {
+				return
+			}
 			if s.Count == 0 {
 				yield(SourceTensor{s.Name, s.DType, s.Shape})
 				return
@@ -92,8 +131,8 @@ func (s *Source) Tensors() iter.Seq[SourceTensor] {
 	}
 }
 
-// IndexTensors are the int64 tensors of a checkpoint that hold the hash constants of the n-gram tables. They may be present and
-// are not used: Ngram derives them.
+// IndexTensors are the int64 tensors of a checkpoint that hold the hash constants of the n-gram tables: multipliers, offsets and sizes
+// of each module. Ngram derives them; only dialect E stores them.
 func (c *Config) IndexTensors() []SourceTensor {
 	var out []SourceTensor
 	for _, id := range c.Text.PLELayerIDs {

@@ -8,13 +8,15 @@ import (
 	"ninfer/internal/num"
 )
 
-// Profile names the kind of checkpoint an artifact of dialect L is made from.
+// Profile names the kind of checkpoint an artifact is made from.
 type Profile string
 
-// The two profiles: both have NVFP4 routed experts; the n-gram table is FP8 in the first and BF16 in the second.
+// The profiles: all have NVFP4 routed experts. The n-gram table is FP8 in the first and BF16 in the second, which give dialect L;
+// the third has FP8 projections and an INT4 table in a folder of its own, and gives dialect E.
 const (
 	Radixark Profile = "radixark"
 	Swift    Profile = "swift"
+	Mixed    Profile = "mixed"
 )
 
 // Variant is a profile with the format options of convert. The zero value of an option keeps the checkpoint's format.
@@ -31,10 +33,17 @@ func ParseVariant(profile, ple, projection, mtp string) (Variant, error) {
 	v := Variant{Profile: Profile(profile)}
 	switch v.Profile {
 	case Radixark, Swift:
+	case Mixed:
+		for _, o := range []struct{ name, value string }{{"ple format", ple}, {"projection format", projection}, {"mtp expert format", mtp}} {
+			if o.value != "" {
+				return v, fmt.Errorf("%s %s cannot be chosen with profile mixed: its formats are fixed", o.name, o.value)
+			}
+		}
+		return v, nil
 	case "":
 		v.Profile = Radixark
 	default:
-		return v, fmt.Errorf("source profile %q is unknown: use radixark or swift", profile)
+		return v, fmt.Errorf("source profile %q is unknown: use radixark, swift or mixed", profile)
 	}
 	switch {
 	case ple == "":
@@ -80,8 +89,11 @@ func (v Variant) suffix(sep string) string {
 // OutputName is the file name convert insists on, whatever the config (artifact.md 4.1.1).
 func (v Variant) OutputName() string {
 	base := "qwen3_8_flash_next_125b_a6b_nvfp4"
-	if v.Profile == Swift {
+	switch v.Profile {
+	case Swift:
 		base = "swift_1_5_qwen3_8_flash_next_nvfp4"
+	case Mixed: // the name of both published versions before the second got .v3 in its name (6.2)
+		base = "qwen3_8_flash_next_mixed"
 	}
 	return base + v.suffix("_") + ".ninfer"
 }
@@ -93,8 +105,11 @@ func (v Variant) Recipe() string {
 
 // Repository is the published checkpoint of the profile.
 func (v Variant) Repository() string {
-	if v.Profile == Swift {
+	switch v.Profile {
+	case Swift:
 		return "ukisai/Swift-1.5-Qwen3.8-Flash-Next-NVFP4"
+	case Mixed:
+		return "primitive-ai/Qwen3.8-Flash-Next-mixed-NVFP4-FP8"
 	}
 	return "RadixArk/Qwen3.8-Flash-Next-NVFP4"
 }
@@ -105,10 +120,17 @@ const (
 	WeightsID = "nvfp4"
 	TargetKey = "qwen3_8_flash_next_125b_a6b"
 	RecipeID  = "qwen3_8_flash_next_125b_a6b_nvfp4-v3"
+
+	MixedModelID   = "qwen3.8-flash-next"
+	MixedWeightsID = "mixed-nvfp4-fp8-ple-int4"
+	MixedTargetKey = "qwen3_8_flash_next_mixed"
 )
 
 // TableFormat is the stored format of the n-gram table.
 func (v Variant) TableFormat() num.Format {
+	if v.Profile == Mixed {
+		return num.U4Z8G16
+	}
 	if v.Profile == Swift && !v.FP8PLE {
 		return num.BF16
 	}
@@ -126,6 +148,9 @@ func (v Variant) tableDType() string {
 // CheckProfile refuses a config whose checkpoint is not of the variant's profile: how the experts are quantized and which dtype
 // the n-gram table has. Errors name the member.
 func (c *Config) CheckProfile(v Variant) error {
+	if v.Profile == Mixed && c.Quantization == nil {
+		return nil // the published checkpoint's converter does not ask for it
+	}
 	if c.Quantization.Kind() != '{' {
 		return errors.New("config.json: quantization_config is not an object")
 	}
@@ -138,6 +163,10 @@ func (c *Config) CheckProfile(v Variant) error {
 	}
 	dtype := c.Text.PLEEmbedDType
 	switch {
+	case v.Profile == Mixed && q.Method != "compressed-tensors":
+		return fmt.Errorf("config.json: quant_method is %q, need \"compressed-tensors\" for profile mixed", q.Method)
+	case v.Profile == Mixed:
+		return nil
 	case q.Method != "modelopt":
 		return fmt.Errorf("config.json: quant_method is %q, need \"modelopt\"", q.Method)
 	case q.Algo != "NVFP4":

@@ -6,7 +6,8 @@ import (
 )
 
 // Plan describes the artifact of a config before any weight is read: its objects in order, and everything that is written but
-// payload and id. resources gives the size in bytes of each resource by object id, limit the largest file in bytes or 0.
+// payload and id. proposalRows is not used for profile mixed, which has no proposal head. resources gives the size in bytes of each
+// resource by object id, limit the largest file in bytes or 0.
 func Plan(entry string, c *arch.Config, v arch.Variant, proposalRows int, resources map[string]int64, limit int64) ([]arch.Spec, *artifact.Plan, error) {
 	specs, err := arch.Inventory(c, v, proposalRows)
 	if err != nil {
@@ -33,7 +34,13 @@ func Plan(entry string, c *arch.Config, v arch.Variant, proposalRows int, resour
 			continue
 		}
 		d.Objects = append(d.Objects, artifact.Object{ID: s.ID, Shape: s.Shape, Format: s.Format.String(), Layout: s.Layout.String()})
-		d.Bindings.Set(s.ID, artifact.Binding{Object: s.ID})
+	}
+	for _, b := range desc.Bindings {
+		if b.End == 0 {
+			d.Bindings.Set(b.Name, artifact.Binding{Object: b.Object})
+			continue
+		}
+		d.Bindings.Set(b.Name, artifact.Binding{Parts: []artifact.Part{{Object: b.Object, Begin: b.Begin, End: b.End}}})
 	}
 	for _, a := range desc.Uses {
 		b := artifact.Use{Parameter: a.Parameter, Input: a.Input, Policy: a.Policy}

@@ -1,6 +1,7 @@
 package convert
 
 import (
+	"bytes"
 	"crypto/sha256"
 	"encoding/hex"
 	"testing"
@@ -77,5 +78,45 @@ func TestOfficialPlan(t *testing.T) {
 				t.Errorf("directory digest %s, specification %s", got, tt.digest)
 			}
 		})
+	}
+}
+
+// TestMixedPlan: what artifact.md 1.8.3 says of the published artifact of dialect E, from the config alone. Its provenance, which tells of
+// an upgrade, and with it the length of the directory belong to that upgrade; so does its id.
+func TestMixedPlan(t *testing.T) {
+	v := arch.Variant{Profile: arch.Mixed}
+	_, p, err := Plan(v.OutputName(), arch.Official(), v, 0, officialResources, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	d := &p.Directory
+	if len(d.Objects) != 1566 || d.Bindings.Len() != 1668 || len(d.Uses) != 959 || p.PayloadBytes != 109680552704 || len(d.Files) != 4 {
+		t.Errorf("%d objects, %d bindings, %d uses, %d payload bytes in %d files", len(d.Objects), d.Bindings.Len(), len(d.Uses), p.PayloadBytes, len(d.Files))
+	}
+	// The members follow each other in this order, separated by a comma, a quoted name and a colon.
+	rest := p.Text
+	for i, m := range []struct {
+		name   string
+		bytes  int
+		digest string
+	}{
+		{"components", 2533, "699d8be42b5a9ecd68a1ab4a3ff139a7f675420f846ab40a11d544c3a177734b"},
+		{"objects", 255514, "220b8ba76ac8a9a81025335e360ef5ade0e14e8339be83c6a0fe5acccb79a008"},
+		{"bindings", 153510, "a9f802c8177e913cb1b27189ba675b740d4a0b6ed8c3e4d99fff65a5dc1fff14"},
+		{"uses", 126239, "3d3de5269f66eed1dddb5917d021f00f04c13fa5760ae715fdce6b4e7b30e7e1"},
+		{"metadata", 29, "85c695230986d6a5cb279dd4db684d66af1f506a9c2c3ecd4288a757ae63ad3b"},
+	} {
+		head := []byte("{,"[min(i, 1):][:1] + `"` + m.name + `":`)
+		if !bytes.HasPrefix(rest, head) || len(rest) < len(head)+m.bytes {
+			t.Fatalf("%s does not begin where it should, but %.60q", m.name, rest)
+		}
+		value := rest[len(head):][:m.bytes]
+		if sum := sha256.Sum256(value); hex.EncodeToString(sum[:]) != m.digest {
+			t.Errorf("%s of %d bytes has digest %x, specification %s", m.name, m.bytes, sum, m.digest)
+		}
+		rest = rest[len(head)+m.bytes:]
+	}
+	if want := `,"provenance":{"source":"primitive-ai/Qwen3.8-Flash-Next-mixed-NVFP4-FP8","recipe":"qwen3_8_flash_next_125b_a6b_nvfp4-v3-mixed"},"files":`; !bytes.HasPrefix(rest, []byte(want)) {
+		t.Errorf("then %.200q", rest)
 	}
 }

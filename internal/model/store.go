@@ -25,7 +25,7 @@ func (a Artifact) Config() (*arch.Config, error) {
 	if !ok {
 		return nil, fmt.Errorf("%s: no vision component", a.File.Path())
 	}
-	c, err := arch.FromComponents(text.Config, vision.Config)
+	c, _, err := arch.FromComponents(text.Config, vision.Config)
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", a.File.Path(), err)
 	}
