@@ -46,7 +46,8 @@ type Request struct {
 	StopIDs  []int32 // an id of them ends the generation and is committed
 	Watcher  Watcher // may be nil
 	Draft    int     // drafts a round; 0 is plain decoding
-	// Progress is told how many prompt tokens have run, after every chunk; the last call has all of them. May be nil.
+	// Progress is told how many prompt tokens need not run any more: at the start, and after every chunk. The last call has all of
+	// them. May be nil.
 	Progress func(done int)
 }
 
@@ -131,6 +132,9 @@ func (l *Lane) Generate(ctx context.Context, req Request) (Outcome, error) {
 		return g.out, err
 	}
 	start := time.Now()
+	if req.Progress != nil {
+		req.Progress(0)
+	}
 	logits, err := g.prompt(ctx, req.Prompt, req.Progress)
 	if err != nil || g.out.Reason != Continue {
 		return g.out, err
