@@ -245,6 +245,12 @@ func (p *Prepared) render(thinking bool) error {
 	if len(req.Tools) > 0 {
 		in.Tools = req.Tools
 	}
+	for _, arg := range req.Args {
+		_, token := f.named[arg.Name]
+		if token || slices.Contains([]string{"messages", "tools", "add_generation_prompt"}, arg.Name) {
+			return refuse(CodeTemplateOptions, "chat_template_kwargs."+arg.Name, "chat_template_kwargs may not set %s", arg.Name)
+		}
+	}
 	if req.Messages[len(req.Messages)-1].Role == "assistant" {
 		if thinking {
 			return refuse(CodeInvalidPrompt, "messages", "%v", errContinue)

@@ -289,8 +289,8 @@ func TestRefusals(t *testing.T) {
 		{"budget 0", front.Request{ThinkingBudget: ptr(0)}, front.CodeInvalidValue, "thinking_budget_tokens"},
 		{"too long", front.Request{Messages: user(strings.Repeat("é!", 600))}, front.CodeContextLength, "messages"},
 		{"continue while thinking", front.Request{Messages: append(user("Q"), chat.Message{Role: "assistant", Content: chat.TextContent("A")})}, front.CodeInvalidPrompt, "messages"},
-		{"template argument that is ours", front.Request{Args: []chat.Arg{{Name: "messages", Value: jsontext.Value("[]")}}}, front.CodeInvalidPrompt, "messages"},
-		{"template argument that is a token", front.Request{Args: []chat.Arg{{Name: "eos_token", Value: jsontext.Value(`""`)}}}, front.CodeInvalidPrompt, "messages"},
+		{"template argument that is ours", front.Request{Args: []chat.Arg{{Name: "messages", Value: jsontext.Value("[]")}}}, front.CodeTemplateOptions, "chat_template_kwargs.messages"},
+		{"template argument that is a token", front.Request{Args: []chat.Arg{{Name: "eos_token", Value: jsontext.Value(`""`)}}}, front.CodeTemplateOptions, "chat_template_kwargs.eos_token"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			if c.req.Messages == nil && c.name != "no messages" {
