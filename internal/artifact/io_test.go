@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 
@@ -310,6 +311,70 @@ func TestWriterConcurrent(t *testing.T) {
 	}
 	if n := len(listing(t, filepath.Dir(two))); n != len(want.Files) {
 		t.Errorf("%d files after Abort that followed Finish, want %d", n, len(want.Files))
+	}
+}
+
+// TestWriterInTurn: chunks made by two goroutines, each entering after its predecessor while that one is still being written, leave
+// nothing to read back.
+func TestWriterInTurn(t *testing.T) {
+	d := mixedDirectory()
+	objects := mixedObjects(t, d, 2)
+	p, err := NewPlan("m.ninfer", d, PlanOptions{Limit: 12288})
+	if err != nil {
+		t.Fatal(err)
+	}
+	// The first write to disk waits for the second one, so both must be under way.
+	second := make(chan struct{})
+	var writes atomic.Int32
+	w, err := Create(filepath.Join(t.TempDir(), "m.ninfer"), p, WriterOptions{hooks: hooks{writeAt: func(f *os.File, b []byte, off int64) (int, error) {
+		if off >= pageSize {
+			switch writes.Add(1) {
+			case 1:
+				<-second
+			case 2:
+				close(second)
+			}
+		}
+		return f.WriteAt(b, off)
+	}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for id, b := range objects {
+		half := len(b) / 2
+		entered := make(chan struct{})
+		var wg sync.WaitGroup
+		wg.Go(func() {
+			if err := w.WriteInTurn(id, 0, b[:half], func() { close(entered) }); err != nil {
+				t.Error(err)
+			}
+		})
+		wg.Go(func() {
+			<-entered
+			if err := w.WriteInTurn(id, int64(half), b[half:], func() {}); err != nil {
+				t.Error(err)
+			}
+		})
+		wg.Wait()
+		if r := w.byID[id]; r.hashed != r.length {
+			t.Errorf("%d of %d bytes of %s are in the digest", r.hashed, r.length, id)
+		}
+	}
+	got, err := w.Finish()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for id, b := range objects {
+		if s, _ := got.ObjectSHA256.Lookup(id); s != sha(b) {
+			t.Errorf("digest of %s: %s, want %s", id, s, sha(b))
+		}
+	}
+	called := 0
+	if err := w.WriteInTurn("none", 0, nil, func() { called++ }); err == nil || called != 1 {
+		t.Errorf("unknown object: %v, entered %d times", err, called)
+	}
+	if err := w.WriteInTurn("w.a", 0, []byte{1}, func() { called++ }); err == nil || called != 2 {
+		t.Errorf("after the end: %v, entered %d times", err, called)
 	}
 }
 

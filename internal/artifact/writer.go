@@ -199,7 +199,20 @@ func (w *Writer) WriteAt(object string, off int64, p []byte) error {
 	if !ok {
 		return w.fail(fmt.Errorf("artifact: %s has no object %s to write", w.plan.Entry, quote(object)))
 	}
-	return w.write(r, off, p)
+	return w.write(r, off, p, nil)
+}
+
+// WriteInTurn is WriteAt for chunks of one object that several goroutines make
+// at once. It calls entered when p has entered the object's digest, and writes
+// it to disk only then: if each chunk begins when its predecessor has entered,
+// writes overlap and nothing has to be read again. It always calls entered.
+func (w *Writer) WriteInTurn(object string, off int64, p []byte, entered func()) error {
+	r, ok := w.byID[object]
+	if !ok {
+		entered()
+		return w.fail(fmt.Errorf("artifact: %s has no object %s to write", w.plan.Entry, quote(object)))
+	}
+	return w.write(r, off, p, entered)
 }
 
 // WriteHoleAt writes bytes of the plan's hole i, like WriteAt.
@@ -207,12 +220,28 @@ func (w *Writer) WriteHoleAt(i int, off int64, p []byte) error {
 	if i < 0 || i >= len(w.holes) {
 		return w.fail(fmt.Errorf("artifact: %s has no hole %d", w.plan.Entry, i))
 	}
-	return w.write(w.holes[i], off, p)
+	return w.write(w.holes[i], off, p, nil)
 }
 
-func (w *Writer) write(r *region, off int64, p []byte) error {
+func (w *Writer) write(r *region, off int64, p []byte, entered func()) error {
 	w.gate.RLock()
 	defer w.gate.RUnlock()
+	err := w.enter(r, off, p)
+	if entered != nil {
+		entered()
+	}
+	if err != nil || len(p) == 0 {
+		return err
+	}
+	if err := w.out.writePayload(r.off+off, p); err != nil {
+		return w.fail(fmt.Errorf("artifact: writing %s: %w", r.name(), err))
+	}
+	return nil
+}
+
+// enter checks a write, notes it and takes it into the digest if its turn has
+// come.
+func (w *Writer) enter(r *region, off int64, p []byte) error {
 	if w.over {
 		return fmt.Errorf("artifact: write to %s after its end", w.plan.Entry)
 	}
@@ -234,9 +263,6 @@ func (w *Writer) write(r *region, off int64, p []byte) error {
 	r.mu.Unlock()
 	if !ok {
 		return w.fail(fmt.Errorf("artifact: bytes of [%d,%d) of %s are written twice", off, off+int64(len(p)), r.name()))
-	}
-	if err := w.out.writePayload(r.off+off, p); err != nil {
-		return w.fail(fmt.Errorf("artifact: writing %s: %w", r.name(), err))
 	}
 	return nil
 }
@@ -278,7 +304,7 @@ func (w *Writer) Object(id string) (*ObjectWriter, error) {
 
 // Write appends bytes to the object.
 func (o *ObjectWriter) Write(p []byte) (int, error) {
-	if err := o.w.write(o.r, o.off, p); err != nil {
+	if err := o.w.write(o.r, o.off, p, nil); err != nil {
 		return 0, err
 	}
 	o.off += int64(len(p))
