@@ -97,6 +97,8 @@ type generation struct {
 	sampler *sampler
 	out     Outcome
 	pending []int32 // committed, but not yet run: at least one after the first draw
+	drafts  int     // of the next round
+	err     error   // of the watcher
 }
 
 // Check tells why Generate would refuse a request before any of it runs.
@@ -152,7 +154,14 @@ func (l *Lane) Generate(ctx context.Context, req Request) (Outcome, error) {
 			g.out.Reason = Cancelled
 			break
 		}
-		err = g.round(ctx)
+		if len(g.pending) > 1 {
+			err = g.insertion(ctx)
+			continue
+		}
+		g.drafts = g.limit(req.Draft)
+		if err = round(l.Runner, []*generation{g}); err == nil {
+			err = g.err
+		}
 	}
 	g.out.Stats.Decode = time.Since(start)
 	return g.out, err
@@ -161,6 +170,12 @@ func (l *Lane) Generate(ctx context.Context, req Request) (Outcome, error) {
 // length is the number of tokens of the sequence, pending ones included.
 func (g *generation) length() int { return len(g.req.Prompt) + len(g.out.IDs) }
 
+// limit is the most drafts of a round that still fit: with all of them accepted a round commits one token more.
+func (g *generation) limit(drafts int) int {
+	return max(0, min(drafts, g.req.MaxNew-len(g.out.IDs)-1, g.lane.Context-g.length()-1))
+}
+
+// want is what a pass must return: picks for greedy requests, logits for the others, of the last row or of all.
 func (g *generation) want(all bool) backend.Want {
 	switch {
 	case g.req.Sampling.Greedy() && all:
@@ -263,17 +278,8 @@ func (g *generation) publish(id int32) error {
 	return err
 }
 
-// round runs the pending tokens and publishes what follows.
-func (g *generation) round(ctx context.Context) error {
-	// With all drafts accepted a round commits one more token than it drafts.
-	room := min(g.req.MaxNew-len(g.out.IDs), g.lane.Context-g.length())
-	k := min(g.req.Draft, room-1)
-	if len(g.pending) == 1 && k > 0 {
-		return g.speculate(k)
-	}
-	if g.req.Draft > 0 {
-		g.out.Stats.FallbackSteps++
-	}
+// insertion runs tokens that were put into the output, and publishes what follows them.
+func (g *generation) insertion(ctx context.Context) error {
 	if err := g.lane.Runner.Seed(g.lane.Index, g.following()); err != nil {
 		return err
 	}
@@ -291,67 +297,4 @@ func (g *generation) following() []int32 {
 		return g.out.IDs[n : at.Target+1-len(g.req.Prompt)]
 	}
 	return slices.Concat(g.req.Prompt, g.out.IDs)[at.Drafter+1 : at.Target+1]
-}
-
-// speculate drafts k tokens, verifies them with the pending one in a pass, and commits the longest prefix that stands with the
-// token after it.
-func (g *generation) speculate(k int) error {
-	r, lane := g.lane.Runner, g.lane.Index
-	var drafts []int32
-	var err error
-	if g.lane.Drafter != nil {
-		if err := r.Seed(lane, g.following()); err != nil {
-			return err
-		}
-		drafts = g.lane.Drafter(g.out.IDs, k)
-	} else if drafts, _, err = r.Draft(lane, g.following(), k, backend.WantLast); err != nil {
-		return err
-	}
-	rows := slices.Concat(g.pending, drafts)
-	at := r.Dev.Lengths(backend.Lane(lane)).Target
-	res, err := r.Launch(backend.Verify, &backend.Control{Lanes: []backend.LaneRows{
-		{Lane: lane, Tokens: rows, Positions: model.Positions(at, len(rows)), Want: g.want(true)},
-	}})
-	if err != nil {
-		return err
-	}
-	accepted := g.accept(res.Lanes[0], drafts)
-	kept, insert, err := g.keep(accepted)
-	if err != nil {
-		return err
-	}
-	g.out.Stats.Rounds++
-	g.out.Stats.Drafted += k
-	for i := range min(kept, len(accepted)-1) {
-		g.out.Stats.Accepted++
-		g.out.Stats.AcceptedAt[i]++
-	}
-	// Of the rows those stay whose successor was kept; the last token kept, and what was inserted, has yet to run.
-	sequence := slices.Concat(g.pending, accepted[:kept], insert)
-	g.pending = append(g.pending[:0], sequence[kept:]...)
-	return r.Dev.Commit(lane, kept)
-}
-
-// accept returns the drafts that stand and the token after them.
-func (g *generation) accept(res backend.LaneResult, drafts []int32) []int32 {
-	if g.req.Sampling.Greedy() {
-		n := 0
-		for n < len(drafts) && drafts[n] == res.Picks[n] {
-			n++
-		}
-		return append(drafts[:n:n], res.Picks[n])
-	}
-	// Penalties count earlier drafts of the round as generated (product.md 9.2.2).
-	position := len(g.out.IDs)
-	for i, d := range drafts {
-		ok, instead := g.sampler.judge(res.Logits[i], d, position+i)
-		if !ok {
-			g.sampler.uncount(drafts[:i]...)
-			return append(drafts[:i:i], instead)
-		}
-		g.sampler.count(d)
-	}
-	bonus := g.sampler.next(res.Logits[len(drafts)], position+len(drafts), drawBonus)
-	g.sampler.uncount(drafts...)
-	return append(drafts[:len(drafts):len(drafts)], bonus)
 }

@@ -1,0 +1,153 @@
+package engine
+
+import (
+	"slices"
+
+	"ninfer/internal/backend"
+	"ninfer/internal/model"
+)
+
+// round runs one decoding round of several lanes of a device: drafts, one pass over the pending token and the drafts of each, and a
+// commit of what stands. Every generation has exactly one pending token and says in drafts how many drafts it wants. The error is the
+// device's; what a watcher returned is in the generation.
+func round(r *model.Runner, gs []*generation) error {
+	drafts, err := draft(r, gs)
+	if err != nil {
+		return err
+	}
+	kind := backend.Decode
+	c := &backend.Control{}
+	for i, g := range gs {
+		rows := slices.Concat(g.pending, drafts[i])
+		if len(rows) > 1 {
+			kind = backend.Verify
+		}
+		at := r.Dev.Lengths(backend.Lane(g.lane.Index)).Target
+		c.Lanes = append(c.Lanes, backend.LaneRows{
+			Lane: g.lane.Index, Tokens: rows, Positions: model.Positions(at, len(rows)), Want: g.want(true),
+		})
+	}
+	res, err := r.Launch(kind, c)
+	if err != nil {
+		return err
+	}
+	for i, g := range gs {
+		kept := g.settle(res.Lanes[i], drafts[i])
+		if kind == backend.Verify {
+			if err := r.Dev.Commit(g.lane.Index, kept); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// draft returns each generation's drafts: the first of all in one pass, together with the rows that the drafter has not seen, and
+// then a pass for each further one. Lanes that want none only catch up.
+func draft(r *model.Runner, gs []*generation) ([][]int32, error) {
+	drafts := make([][]int32, len(gs))
+	if !r.Model.Options.Drafter {
+		for i, g := range gs {
+			drafts[i] = g.scripted()
+		}
+		return drafts, nil
+	}
+	for depth := 0; ; depth++ {
+		var c, seed backend.Control
+		var lanes []int
+		for i, g := range gs {
+			rows := backend.LaneRows{Lane: g.lane.Index, Want: backend.WantLast, Chain: depth > 0}
+			switch {
+			case depth == 0 && (g.drafts == 0 || g.lane.Drafter != nil):
+				rows.Want, rows.Tokens = backend.WantNone, g.following()
+				if len(rows.Tokens) > 0 {
+					seed.Lanes = append(seed.Lanes, rows)
+				}
+				drafts[i] = g.scripted()
+				continue
+			case depth == 0:
+				rows.Tokens = g.following()
+			case depth < g.drafts && g.lane.Drafter == nil:
+				rows.Tokens = drafts[i][depth-1 : depth]
+			default:
+				continue
+			}
+			c.Lanes = append(c.Lanes, rows)
+			lanes = append(lanes, i)
+		}
+		if len(seed.Lanes) > 0 {
+			if _, err := r.Launch(backend.Seed, &seed); err != nil {
+				return nil, err
+			}
+		}
+		if len(lanes) == 0 {
+			return drafts, nil
+		}
+		res, err := r.Launch(backend.Draft, &c)
+		if err != nil {
+			return nil, err
+		}
+		for j, i := range lanes {
+			drafts[i] = append(drafts[i], res.Lanes[j].Picks[0])
+		}
+	}
+}
+
+// scripted are drafts that do not come from the model.
+func (g *generation) scripted() []int32 {
+	if g.drafts == 0 || g.lane.Drafter == nil {
+		return nil
+	}
+	return g.lane.Drafter(g.out.IDs, g.drafts)
+}
+
+// settle keeps what stands of a round and returns how many of its rows the image keeps: those whose successor was kept. The last
+// token kept, and what was inserted after it, has yet to run.
+func (g *generation) settle(res backend.LaneResult, drafts []int32) int {
+	accepted := g.accept(res, drafts)
+	kept, insert, err := g.keep(accepted)
+	g.err = err
+	if g.req.Draft > 0 {
+		if len(drafts) > 0 {
+			g.out.Stats.Rounds++
+		} else {
+			g.out.Stats.FallbackSteps++
+		}
+	}
+	g.out.Stats.Drafted += len(drafts)
+	for i := range min(kept, len(accepted)-1) {
+		g.out.Stats.Accepted++
+		g.out.Stats.AcceptedAt[i]++
+	}
+	sequence := slices.Concat(g.pending, accepted[:kept], insert)
+	g.pending = append(g.pending[:0], sequence[kept:]...)
+	return kept
+}
+
+// accept returns the drafts that stand and the token after them.
+func (g *generation) accept(res backend.LaneResult, drafts []int32) []int32 {
+	if g.req.Sampling.Greedy() {
+		n := 0
+		for n < len(drafts) && drafts[n] == res.Picks[n] {
+			n++
+		}
+		return append(drafts[:n:n], res.Picks[n])
+	}
+	// Penalties count earlier drafts of the round as generated (product.md 9.2.2).
+	position := len(g.out.IDs)
+	for i, d := range drafts {
+		ok, instead := g.sampler.judge(res.Logits[i], d, position+i)
+		if !ok {
+			g.sampler.uncount(drafts[:i]...)
+			return append(drafts[:i:i], instead)
+		}
+		g.sampler.count(d)
+	}
+	why := drawBonus
+	if len(drafts) == 0 {
+		why = drawDecode
+	}
+	bonus := g.sampler.next(res.Logits[len(drafts)], position+len(drafts), why)
+	g.sampler.uncount(drafts...)
+	return append(drafts[:len(drafts):len(drafts)], bonus)
+}
