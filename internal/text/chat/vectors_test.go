@@ -1,6 +1,8 @@
 package chat
 
 import (
+	"crypto/sha256"
+	"encoding/hex"
 	"encoding/json/jsontext"
 	"encoding/json/v2"
 	"errors"
@@ -95,6 +97,7 @@ type vector struct {
 	Continue         bool                      `json:"continue"`
 	Args             map[string]jsontext.Value `json:"args"`
 	Text             *string                   `json:"text"`
+	SHA256           string                    `json:"sha256"` // of the text, where its wording is not ours
 	Error            string                    `json:"error"`
 }
 
@@ -152,7 +155,7 @@ func TestOfficial(t *testing.T) {
 	tmpl, tok := official(t), micro(t)
 	for _, v := range vectors(t, "testdata/official.json", 200) {
 		p, err := tmpl.Render(v.input(t))
-		if v.Text == nil {
+		if v.SHA256 == "" {
 			if productRenders[v.Name] {
 				if err != nil {
 					t.Errorf("%s: %v", v.Name, err)
@@ -173,13 +176,13 @@ func TestOfficial(t *testing.T) {
 			t.Errorf("%s: %v", v.Name, err)
 			continue
 		}
-		if p.Text() != *v.Text {
-			t.Errorf("%s:\n got %q\nwant %q", v.Name, p.Text(), *v.Text)
+		if sum := sha256.Sum256([]byte(p.Text())); hex.EncodeToString(sum[:]) != v.SHA256 {
+			t.Errorf("%s: %q is not what Python renders (SHA-256 %s)", v.Name, p.Text(), v.SHA256)
 			continue
 		}
 		spelled := slices.ContainsFunc(tok.Controls(), func(c string) bool { return strings.Contains(string(v.Messages), c) })
 		if !spelled {
-			if got, want := p.Encode(tok), tok.Encode(*v.Text); !slices.Equal(got, want) {
+			if got, want := p.Encode(tok), tok.Encode(p.Text()); !slices.Equal(got, want) {
 				t.Errorf("%s: ids differ from those of the whole text", v.Name)
 			}
 		}
