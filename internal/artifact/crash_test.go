@@ -294,9 +294,11 @@ func TestReclaimLeavesOthersFiles(t *testing.T) {
 		}
 	})
 	t.Run("lock file of something else", func(t *testing.T) {
-		for _, text := range []string{"1234\n", "{}\n", `{"ninfer_output":1,"entry":"x","files":[{"name":"x","temp":".x.1-0.tmp","length":1}]}` + "\n",
+		for _, text := range []string{
+			"1234\n", "{}\n", `{"ninfer_output":1,"entry":"x","files":[{"name":"x","temp":".x.1-0.tmp","length":1}]}` + "\n",
 			`{"ninfer_output":1,"entry":"m.ninfer","files":[{"name":"m.ninfer","temp":"../victim","length":1}]}` + "\n",
-			`{"ninfer_output":1,"entry":"m.ninfer","files":[{"name":"victim","temp":".m.ninfer.1-0.tmp","length":1}]}` + "\n", "1"} {
+			`{"ninfer_output":1,"entry":"m.ninfer","files":[{"name":"victim","temp":".m.ninfer.1-0.tmp","length":1}]}` + "\n", "1",
+		} {
 			dir := t.TempDir()
 			lock := filepath.Join(dir, lockName("m.ninfer"))
 			save(t, lock, []byte(text))

@@ -132,8 +132,11 @@ func (f *samplingFlags) check() error {
 		v        *float64
 		low, top float64
 	}{
-		{"temperature", f.Temperature, 0, 2}, {"top-p", f.TopP, 0, 1}, {"min-p", f.MinP, 0, 1},
-		{"presence-penalty", f.PresencePenalty, -2, 2}, {"frequency-penalty", f.FrequencyPenalty, -2, 2},
+		{"temperature", f.Temperature, 0, 2},
+		{"top-p", f.TopP, 0, 1},
+		{"min-p", f.MinP, 0, 1},
+		{"presence-penalty", f.PresencePenalty, -2, 2},
+		{"frequency-penalty", f.FrequencyPenalty, -2, 2},
 	} {
 		if r.v != nil && !(*r.v >= r.low && *r.v <= r.top) {
 			return usagef("--%s is %v, need %v to %v", r.name, *r.v, r.low, r.top)

@@ -159,8 +159,20 @@ func TestE2M1Ties(t *testing.T) {
 		x    float32
 		want byte
 	}{
-		{0.25, 0}, {0.75, 2}, {1.25, 2}, {1.75, 4}, {2.5, 4}, {3.5, 6}, {5, 6},
-		{0.26, 1}, {5.01, 7}, {1e9, 7}, {-0.25, 8}, {-0.75, 10}, {-5, 14}, {float32(math.Copysign(0, -1)), 8},
+		{0.25, 0},
+		{0.75, 2},
+		{1.25, 2},
+		{1.75, 4},
+		{2.5, 4},
+		{3.5, 6},
+		{5, 6},
+		{0.26, 1},
+		{5.01, 7},
+		{1e9, 7},
+		{-0.25, 8},
+		{-0.75, 10},
+		{-5, 14},
+		{float32(math.Copysign(0, -1)), 8},
 	} {
 		if got := ToE2M1(c.x); got != c.want {
 			t.Errorf("%v gives %d, want %d", c.x, got, c.want)
@@ -202,8 +214,14 @@ func TestRoundBF16(t *testing.T) {
 		t.Errorf("below a tie: %v", got)
 	}
 	for _, c := range [][2]float64{
-		{1e300, math.Inf(1)}, {-1e300, math.Inf(-1)}, {math.Inf(1), math.Inf(1)},
-		{1e-300, 0}, {0x1p-133, 0x1p-133}, {0x1p-134, 0}, {0x1p-134 + 0x1p-180, 0x1p-133}, {0x3p-134, 0x1p-132},
+		{1e300, math.Inf(1)},
+		{-1e300, math.Inf(-1)},
+		{math.Inf(1), math.Inf(1)},
+		{1e-300, 0},
+		{0x1p-133, 0x1p-133},
+		{0x1p-134, 0},
+		{0x1p-134 + 0x1p-180, 0x1p-133},
+		{0x3p-134, 0x1p-132},
 	} {
 		if got := RoundBF16(c[0]); got != c[1] {
 			t.Errorf("RoundBF16(%v) = %v, want %v", c[0], got, c[1])

@@ -100,18 +100,36 @@ func departures(t *testing.T, tmpl *Template) {
 		in   Input
 		want string
 	}{
-		{"developer is system", Input{Messages: []Message{turn("developer", " d "), turn("user", "q")}},
-			"<|im_start|>system\nd<|im_end|>\n<|im_start|>user\nq<|im_end|>\n" + open},
-		{"later system turns stay in place", Input{Messages: []Message{turn("user", "q"), turn("system", " two\n"), thought("a", "r"), turn("developer", "three"), turn("user", "r")}},
-			"<|im_start|>user\nq<|im_end|>\n<|im_start|>system\ntwo<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n<|im_start|>system\nthree<|im_end|>\n<|im_start|>user\nr<|im_end|>\n" + open},
-		{"a second system turn", Input{Messages: []Message{turn("system", "1"), turn("system", "2"), turn("user", "q")}},
-			"<|im_start|>system\n1<|im_end|>\n<|im_start|>system\n2<|im_end|>\n<|im_start|>user\nq<|im_end|>\n" + open},
-		{"no query keeps reasoning", Input{Messages: []Message{thought("a", "ra"), turn("tool", "t"), thought("b", "rb")}},
-			open + "ra\n</think>\n\na<|im_end|>\n<|im_start|>user\n<tool_response>\nt\n</tool_response><|im_end|>\n" + open + "rb\n</think>\n\nb<|im_end|>\n" + open},
-		{"starts with tool results", Input{Messages: []Message{turn("tool", "1"), turn("tool", "2")}},
-			"<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>\n" + open},
-		{"continues", Input{Messages: []Message{turn("user", "q"), turn("assistant", " so\n")}, Continue: true, EnableThinking: &off},
-			"<|im_start|>user\nq<|im_end|>\n" + open + "\n</think>\n\n so\n"},
+		{
+			"developer is system",
+			Input{Messages: []Message{turn("developer", " d "), turn("user", "q")}},
+			"<|im_start|>system\nd<|im_end|>\n<|im_start|>user\nq<|im_end|>\n" + open,
+		},
+		{
+			"later system turns stay in place",
+			Input{Messages: []Message{turn("user", "q"), turn("system", " two\n"), thought("a", "r"), turn("developer", "three"), turn("user", "r")}},
+			"<|im_start|>user\nq<|im_end|>\n<|im_start|>system\ntwo<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n<|im_start|>system\nthree<|im_end|>\n<|im_start|>user\nr<|im_end|>\n" + open,
+		},
+		{
+			"a second system turn",
+			Input{Messages: []Message{turn("system", "1"), turn("system", "2"), turn("user", "q")}},
+			"<|im_start|>system\n1<|im_end|>\n<|im_start|>system\n2<|im_end|>\n<|im_start|>user\nq<|im_end|>\n" + open,
+		},
+		{
+			"no query keeps reasoning",
+			Input{Messages: []Message{thought("a", "ra"), turn("tool", "t"), thought("b", "rb")}},
+			open + "ra\n</think>\n\na<|im_end|>\n<|im_start|>user\n<tool_response>\nt\n</tool_response><|im_end|>\n" + open + "rb\n</think>\n\nb<|im_end|>\n" + open,
+		},
+		{
+			"starts with tool results",
+			Input{Messages: []Message{turn("tool", "1"), turn("tool", "2")}},
+			"<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>\n" + open,
+		},
+		{
+			"continues",
+			Input{Messages: []Message{turn("user", "q"), turn("assistant", " so\n")}, Continue: true, EnableThinking: &off},
+			"<|im_start|>user\nq<|im_end|>\n" + open + "\n</think>\n\n so\n",
+		},
 	}
 	for _, test := range tests {
 		test.in.ReasoningEffort = "medium"
@@ -477,8 +495,10 @@ func randomLiterals(t *testing.T, tmpl *Template) {
 			t.Fatal(err)
 		}
 		ids := p.Encode(tok)
-		want := []string{"<|im_start|>", "<|im_end|>", "<|im_start|>", "<|im_end|>", "<|im_start|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>",
-			"<|im_start|>", "<tool_response>", "</tool_response>", "<|im_end|>", "<|im_start|>", "<think>"}
+		want := []string{
+			"<|im_start|>", "<|im_end|>", "<|im_start|>", "<|im_end|>", "<|im_start|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>",
+			"<|im_start|>", "<tool_response>", "</tool_response>", "<|im_end|>", "<|im_start|>", "<think>",
+		}
 		if got := controlIDs(tok, ids); !slices.Equal(got, want) {
 			t.Fatalf("%q:\n got %q\nwant %q", p.Text(), got, want)
 		}

@@ -74,13 +74,22 @@ func TestSegments(t *testing.T) {
 		{"last byte plain", []Segment{{Text: "x<|im_end|"}, {Text: ">", Plain: true}}, tok.EncodePlain("x<|im_end|>")},
 		{"middle plain", []Segment{{Text: "<|im"}, {Text: "_", Plain: true}, {Text: "end|>"}}, tok.EncodePlain("<|im_end|>")},
 		{"empty plain in the middle", []Segment{{Text: "<|im"}, {Plain: true}, {Text: "_end|>"}}, end},
-		{"plain beside a control", []Segment{{Text: "a<|im_end", Plain: true}, {Text: "<|im_end|>"}, {Text: "|>", Plain: true}},
-			join(tok.EncodePlain("a<|im_end"), end, tok.EncodePlain("|>"))},
-		{"merges across borders", []Segment{{Text: "def f"}, {Text: "(x)", Plain: true}, {Text: ":\n  ret"}, {Text: "urn", Plain: true}},
-			tok.Encode("def f(x):\n  return")},
+		{
+			"plain beside a control",
+			[]Segment{{Text: "a<|im_end", Plain: true}, {Text: "<|im_end|>"}, {Text: "|>", Plain: true}},
+			join(tok.EncodePlain("a<|im_end"), end, tok.EncodePlain("|>")),
+		},
+		{
+			"merges across borders",
+			[]Segment{{Text: "def f"}, {Text: "(x)", Plain: true}, {Text: ":\n  ret"}, {Text: "urn", Plain: true}},
+			tok.Encode("def f(x):\n  return"),
+		},
 		{"composition across borders", []Segment{{Text: "e"}, {Text: "\u0301", Plain: true}}, tok.Encode("é")},
-		{"no composition across a control", []Segment{{Text: "<|im_end|>"}, {Text: "\u0338", Plain: true}},
-			join(end, tok.EncodePlain("\u0338"))},
+		{
+			"no composition across a control",
+			[]Segment{{Text: "<|im_end|>"}, {Text: "\u0338", Plain: true}},
+			join(end, tok.EncodePlain("\u0338")),
+		},
 	}
 	for _, test := range tests {
 		if got := tok.EncodeSegments(test.segments); !slices.Equal(got, test.want) {
@@ -273,8 +282,10 @@ func TestIgnoreMerges(t *testing.T) {
 // FuzzRoundTrip: the decoded ids are the text in NFC, whatever the text.
 func FuzzRoundTrip(f *testing.F) {
 	tok := micro(f)
-	for _, s := range []string{"", "Hello, world!", "e\u0301", "<|im_end|>", "a<|im_end|>\u0338", "\xff\xe4\xb8", "\u0f73\u0f71",
-		"a" + strings.Repeat("\u0300\u0323", 30), "'S 's 'ſx", " \n \t x", "\u1100\u1161\u11a8", "\U0001d15e"} {
+	for _, s := range []string{
+		"", "Hello, world!", "e\u0301", "<|im_end|>", "a<|im_end|>\u0338", "\xff\xe4\xb8", "\u0f73\u0f71",
+		"a" + strings.Repeat("\u0300\u0323", 30), "'S 's 'ſx", " \n \t x", "\u1100\u1161\u11a8", "\U0001d15e",
+	} {
 		f.Add(s)
 	}
 	f.Fuzz(func(t *testing.T, s string) {
