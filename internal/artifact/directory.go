@@ -3,7 +3,6 @@ package artifact
 import (
 	"encoding/json/jsontext"
 	"iter"
-	"maps"
 	"slices"
 )
 
@@ -47,9 +46,6 @@ func (m *Map[V]) All() iter.Seq2[string, V] {
 		}
 	}
 }
-
-// clone copies the map but not its values.
-func (m *Map[V]) clone() Map[V] { return Map[V]{slices.Clone(m.names), maps.Clone(m.values)} }
 
 // Directory is the JSON directory of an artifact. One given by a File must
 // not be changed.

@@ -216,6 +216,7 @@ type call struct {
 	later   []string // texts of system messages that are not first, in order
 }
 
+//lint:ignore ST1005 the words are the template's
 var errNoQuery = errors.New(refusesNoQuery)
 
 // prepare turns the input into template variables. It does so for every rendering
