@@ -49,6 +49,8 @@ type Request struct {
 	// Progress is told how many prompt tokens need not run any more: at the start, and after every chunk. The last call has all of
 	// them. May be nil.
 	Progress func(done int)
+	// Drafter replaces the model's own drafts, for tests: it returns k ids that might follow the output so far.
+	Drafter func(output []int32, k int) []int32
 }
 
 // Stats are counts and times of a generation.
@@ -86,8 +88,6 @@ type Lane struct {
 	Runner  *model.Runner
 	Index   int
 	Context int // most tokens of a sequence
-	// Drafter replaces the model's own drafts, for tests: it returns k ids that might follow the output so far.
-	Drafter func(output []int32, k int) []int32
 }
 
 // generation is a request in progress. All tokens but the pending ones are in the lane's image.
@@ -99,6 +99,13 @@ type generation struct {
 	pending []int32 // committed, but not yet run: at least one after the first draw
 	drafts  int     // of the next round
 	err     error   // of the watcher
+}
+
+func newGeneration(l *Lane, req Request) *generation {
+	g := &generation{lane: l, req: req, sampler: newSampler(req.Sampling, l.Runner.Model.Options.IDs)}
+	g.out.Stats.PromptTokens = len(req.Prompt)
+	g.out.Stats.AcceptedAt = make([]int, max(req.Draft, 0))
+	return g
 }
 
 // Check tells why Generate would refuse a request before any of it runs.
@@ -124,9 +131,7 @@ func (l *Lane) Check(req Request) error {
 // Generate runs a request from an empty image. It returns the outcome so far together with an error of the device or the watcher;
 // a context that ends is no error but a reason.
 func (l *Lane) Generate(ctx context.Context, req Request) (Outcome, error) {
-	g := &generation{lane: l, req: req, sampler: newSampler(req.Sampling, l.Runner.Model.Options.IDs)}
-	g.out.Stats.PromptTokens = len(req.Prompt)
-	g.out.Stats.AcceptedAt = make([]int, max(req.Draft, 0))
+	g := newGeneration(l, req)
 	if err := l.Check(req); err != nil {
 		return g.out, err
 	}

@@ -65,8 +65,7 @@ func TestDraftedEqualsPlain(t *testing.T) {
 		seen := map[int]bool{}
 		for n := range k + 1 {
 			l := newLane(m)
-			l.Drafter = truth(plain, func(_, i int) bool { return i >= n })
-			out := generate(t, l, engine.Request{Prompt: prompt, MaxNew: 40, Draft: k})
+			out := generate(t, l, engine.Request{Prompt: prompt, MaxNew: 40, Draft: k, Drafter: truth(plain, func(_, i int) bool { return i >= n })})
 			if !slices.Equal(out.IDs, plain) {
 				t.Errorf("k %d, %d accepted: %v, plain is %v", k, n, out.IDs, plain)
 			}
@@ -94,7 +93,7 @@ func TestDraftedEqualsPlain(t *testing.T) {
 			}
 			r.Draft = 3
 			l := newLane(m)
-			l.Drafter = truth(plain, func(round, i int) bool { return i >= 3-round%2 })
+			r.Drafter = truth(plain, func(round, i int) bool { return i >= 3-round%2 })
 			out := generate(t, l, r)
 			if !slices.Equal(out.IDs, plain[:end]) || out.Reason != want {
 				t.Errorf("end %d: %d tokens, reason %s, want %s", end, len(out.IDs), out.Reason, want)
@@ -112,8 +111,7 @@ func TestDraftedEqualsPlain(t *testing.T) {
 	}
 	l := newLane(m)
 	l.Context = len(prompt) + 7
-	l.Drafter = truth(plain, func(int, int) bool { return false })
-	out := generate(t, l, engine.Request{Prompt: prompt, MaxNew: 40, Draft: 3})
+	out := generate(t, l, engine.Request{Prompt: prompt, MaxNew: 40, Draft: 3, Drafter: truth(plain, func(int, int) bool { return false })})
 	if !slices.Equal(out.IDs, plain[:7]) || out.Reason != engine.Context {
 		t.Errorf("context limit: %d tokens, %s", len(out.IDs), out.Reason)
 	}
@@ -163,12 +161,12 @@ func TestInsert(t *testing.T) {
 		after := generate(t, newLane(m), engine.Request{Prompt: slices.Concat(prompt, plain[:at], insert), MaxNew: 6}).IDs
 		want := slices.Concat(plain[:at], insert, after)
 		for _, draft := range []int{0, 3} {
-			l := newLane(m)
-			if draft > 0 {
-				l.Drafter = truth(plain, func(round, i int) bool { return i > round%3 })
-			}
 			w := &inserter{at: at, ids: insert}
-			out := generate(t, l, engine.Request{Prompt: prompt, MaxNew: len(want), Watcher: w, Draft: draft})
+			r := engine.Request{Prompt: prompt, MaxNew: len(want), Watcher: w, Draft: draft}
+			if draft > 0 {
+				r.Drafter = truth(plain, func(round, i int) bool { return i > round%3 })
+			}
+			out := generate(t, newLane(m), r)
 			if !slices.Equal(out.IDs, want) || !slices.Equal(w.seen, want) {
 				t.Errorf("insert after %d, draft %d: %v, want %v", at, draft, out.IDs, want)
 			}

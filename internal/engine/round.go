@@ -58,7 +58,7 @@ func draft(r *model.Runner, gs []*generation) ([][]int32, error) {
 		for i, g := range gs {
 			rows := backend.LaneRows{Lane: g.lane.Index, Want: backend.WantLast, Chain: depth > 0}
 			switch {
-			case depth == 0 && (g.drafts == 0 || g.lane.Drafter != nil):
+			case depth == 0 && (g.drafts == 0 || g.req.Drafter != nil):
 				rows.Want, rows.Tokens = backend.WantNone, g.following()
 				if len(rows.Tokens) > 0 {
 					seed.Lanes = append(seed.Lanes, rows)
@@ -67,7 +67,7 @@ func draft(r *model.Runner, gs []*generation) ([][]int32, error) {
 				continue
 			case depth == 0:
 				rows.Tokens = g.following()
-			case depth < g.drafts && g.lane.Drafter == nil:
+			case depth < g.drafts && g.req.Drafter == nil:
 				rows.Tokens = drafts[i][depth-1 : depth]
 			default:
 				continue
@@ -95,10 +95,10 @@ func draft(r *model.Runner, gs []*generation) ([][]int32, error) {
 
 // scripted are drafts that do not come from the model.
 func (g *generation) scripted() []int32 {
-	if g.drafts == 0 || g.lane.Drafter == nil {
+	if g.drafts == 0 || g.req.Drafter == nil {
 		return nil
 	}
-	return g.lane.Drafter(g.out.IDs, g.drafts)
+	return g.req.Drafter(g.out.IDs, g.drafts)
 }
 
 // settle keeps what stands of a round and returns how many of its rows the image keeps: those whose successor was kept. The last

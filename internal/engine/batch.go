@@ -1,0 +1,250 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"ninfer/internal/backend"
+	"ninfer/internal/model"
+)
+
+// Batch runs requests side by side on the lanes of a device, one unit of work at a time. It belongs to one goroutine and has none of its
+// own: Add hands a request over, Step does a unit and returns what ended with it.
+type Batch struct {
+	runner   *model.Runner
+	options  BatchOptions
+	sched    *Scheduler
+	requests map[RequestID]*running
+	lanes    []*running
+	cost     roundCost
+	now      func() time.Time
+}
+
+// BatchOptions size a batch.
+type BatchOptions struct {
+	Limits        // Chunk is the runner's where it is 0
+	Context  int  // most tokens of a sequence
+	Adaptive bool // a request's drafts are the most of a round, and each lane chooses
+}
+
+// running is a request that was added and has not ended.
+type running struct {
+	id     RequestID
+	ctx    context.Context
+	g      *generation
+	policy *draftPolicy
+	begun  time.Time // admitted
+	first  time.Time // its first token was drawn
+	rows   []int32   // what the scheduler counts as prompt and has not run: the prompt, later insertions
+	onDone func(Outcome, error)
+	onRun  func()
+}
+
+// NewBatch returns a batch on the runner's device, which has at least as many lanes.
+func NewBatch(r *model.Runner, o BatchOptions) (*Batch, error) {
+	if o.Chunk == 0 {
+		o.Chunk = r.Chunk
+	}
+	if o.GapRows == 0 {
+		o.GapRows = o.Chunk
+	}
+	o.Chunk = min(o.Chunk, r.Chunk)
+	s, err := NewScheduler(o.Limits)
+	if err != nil {
+		return nil, err
+	}
+	return &Batch{
+		runner: r, options: o, sched: s, requests: map[RequestID]*running{}, lanes: make([]*running, o.Lanes), now: time.Now,
+	}, nil
+}
+
+// Check tells why Add would refuse a request, load apart.
+func (b *Batch) Check(req Request) error {
+	l := &Lane{Runner: b.runner, Context: b.options.Context}
+	return l.Check(req)
+}
+
+// Add hands a request over. IDs grow: they are the order in which requests came. onRun is called when it gets a lane, and onDone once,
+// when it has ended, both from Step or Remove; either may be nil. The error is that of Check, or ErrTooLarge, or ErrOverloaded.
+func (b *Batch) Add(ctx context.Context, id RequestID, req Request, onRun func(), onDone func(Outcome, error)) error {
+	if err := b.Check(req); err != nil {
+		return err
+	}
+	output := min(req.MaxNew, b.options.Context-len(req.Prompt))
+	if err := b.sched.Arrive(id, len(req.Prompt), max(output, 1)); err != nil {
+		return err
+	}
+	r := &running{id: id, ctx: ctx, rows: req.Prompt, onRun: onRun, onDone: onDone}
+	r.g = newGeneration(&Lane{Runner: b.runner, Context: b.options.Context}, req)
+	if b.options.Adaptive && req.Draft > 0 {
+		r.policy = newDraftPolicy(req.Draft, &b.cost)
+	}
+	b.requests[id] = r
+	return nil
+}
+
+// Load is the number of requests that have a lane, and of those that wait for one.
+func (b *Batch) Load() (active, waiting int) { return b.sched.Active(), b.sched.Waiting() }
+
+// Step ends requests whose context has ended, then does one unit of work. It reports whether there was any. An error is the device's:
+// the batch is of no use after it.
+func (b *Batch) Step() (bool, error) {
+	for _, id := range sortedIDs(b.requests) {
+		if r := b.requests[id]; r.ctx.Err() != nil {
+			r.g.out.Reason = Cancelled
+			b.end(r, nil)
+		}
+	}
+	u := b.sched.Next()
+	for _, a := range u.Admit {
+		r := b.requests[a.ID]
+		r.g.lane.Index, r.begun = a.Lane, b.now()
+		b.lanes[a.Lane] = r
+		if err := b.runner.Dev.Reset(backend.Lane(a.Lane)); err != nil {
+			return false, err
+		}
+		if r.onRun != nil {
+			r.onRun()
+		}
+	}
+	switch {
+	case u.Prefill.Rows > 0:
+		return true, b.prefill(b.lanes[u.Prefill.Lane], u.Prefill)
+	case len(u.Round) > 0:
+		return true, b.round(u.Round)
+	}
+	return false, nil
+}
+
+// sortedIDs makes the order of ends independent of a map's.
+func sortedIDs(m map[RequestID]*running) []RequestID {
+	ids := make([]RequestID, 0, len(m))
+	for id := range m {
+		ids = append(ids, id)
+	}
+	slices.Sort(ids)
+	return ids
+}
+
+// prefill runs a chunk of a prompt or of an insertion; after the last one it draws a token.
+func (b *Batch) prefill(r *running, c Chunk) error {
+	g := r.g
+	want := backend.WantNone
+	if c.Last {
+		want = g.want(false)
+	}
+	// An insertion comes after rows that the drafter may not have seen.
+	if len(g.out.IDs) > 0 {
+		if err := b.runner.Seed(g.lane.Index, g.following()); err != nil {
+			return err
+		}
+	}
+	res, err := b.runner.Prompt(backend.LaneRows{Lane: g.lane.Index, Tokens: r.rows[:c.Rows], Want: want})
+	if err != nil {
+		return err
+	}
+	r.rows = r.rows[c.Rows:]
+	if len(g.out.IDs) == 0 && g.req.Progress != nil {
+		g.req.Progress(c.First + c.Rows)
+	}
+	if !c.Last {
+		return nil
+	}
+	why := drawDecode
+	if len(g.out.IDs) == 0 {
+		why = drawFirst
+		r.first = b.now()
+		g.out.Stats.Prefill = r.first.Sub(r.begun)
+	}
+	if g.req.MaxNew == 0 {
+		g.out.Reason = Length
+		b.end(r, nil)
+		return nil
+	}
+	b.after(r, g.publish(g.choose(res, why)))
+	return nil
+}
+
+// round runs a decoding round of the lanes.
+func (b *Batch) round(lanes []int) error {
+	gs := make([]*generation, len(lanes))
+	passes := 0
+	rows := 0
+	for i, l := range lanes {
+		r := b.lanes[l]
+		gs[i] = r.g
+		limit := r.g.limit(r.g.req.Draft)
+		r.g.drafts = limit
+		if r.policy != nil && limit > 0 {
+			r.g.drafts = r.policy.choose(limit, rows, passes)
+		}
+		rows += r.g.drafts + 1
+		passes = max(passes, r.g.drafts)
+	}
+	accepted := make([]int, len(gs))
+	for i, g := range gs {
+		accepted[i] = g.out.Stats.Accepted
+	}
+	start := b.now()
+	if err := round(b.runner, gs); err != nil {
+		return err
+	}
+	b.cost.observe(rows, passes, b.now().Sub(start).Seconds())
+	for i, l := range lanes {
+		r := b.lanes[l]
+		if r.policy != nil && r.g.drafts > 0 {
+			r.policy.observe(r.g.drafts, r.g.out.Stats.Accepted-accepted[i])
+		}
+		b.after(r, r.g.err)
+	}
+	return nil
+}
+
+// after ends a request that is over, and schedules what was inserted into its output.
+func (b *Batch) after(r *running, err error) {
+	switch {
+	case err != nil || r.g.out.Reason != Continue:
+		b.end(r, err)
+	case len(r.g.pending) > 1:
+		r.rows = slices.Clone(r.g.pending)
+		b.sched.Extend(r.id, len(r.rows))
+	}
+}
+
+// end takes a request out and tells its owner.
+func (b *Batch) end(r *running, err error) {
+	delete(b.requests, r.id)
+	b.sched.Leave(r.id)
+	if i := r.g.lane.Index; !r.begun.IsZero() && b.lanes[i] == r {
+		b.lanes[i] = nil
+	}
+	if !r.first.IsZero() {
+		r.g.out.Stats.Decode = b.now().Sub(r.first)
+	}
+	if r.onDone != nil {
+		r.onDone(r.g.out, err)
+	}
+}
+
+// Remove ends a request early with an error of the caller's, which onDone gets. It reports whether the request was there.
+func (b *Batch) Remove(id RequestID, err error) bool {
+	r, ok := b.requests[id]
+	if ok {
+		r.g.out.Reason = Cancelled
+		b.end(r, err)
+	}
+	return ok
+}
+
+// errUnfinished is what requests get that a failed batch leaves behind.
+var errUnfinished = errors.New("engine: the device failed")
+
+// Abandon ends all requests after an error of Step.
+func (b *Batch) Abandon(cause error) {
+	for _, id := range sortedIDs(b.requests) {
+		b.Remove(id, fmt.Errorf("%w: %w", errUnfinished, cause))
+	}
+}

@@ -1,0 +1,128 @@
+package engine_test
+
+import (
+	"context"
+	"math/rand/v2"
+	"slices"
+	"testing"
+
+	"ninfer/internal/backend/cpu"
+	"ninfer/internal/engine"
+	"ninfer/internal/model"
+	"ninfer/internal/model/modeltest"
+)
+
+// job is a request of the metamorphic test with what it gives alone and undrafted.
+type job struct {
+	req  engine.Request
+	want []int32
+}
+
+// jobs are prompts with their plain continuations.
+func jobs(t testing.TB, m *model.Model, rng *rand.Rand, n int) []job {
+	lane := newLane(m)
+	out := make([]job, n)
+	for i := range out {
+		prompt := make([]int32, 1+rng.IntN(50))
+		for j := range prompt {
+			prompt[j] = int32(rng.IntN(480))
+		}
+		out[i].req = engine.Request{Prompt: prompt, MaxNew: 1 + rng.IntN(20)}
+		out[i].want = generate(t, lane, out[i].req).IDs
+	}
+	return out
+}
+
+// storm runs the jobs through a batch of random shape with random arrivals, cancellations, insertions and drafts, and compares each with
+// what it gives alone. It returns how often each number of drafts was accepted.
+func storm(t *testing.T, m *model.Model, all []job, seed uint64) map[int]int {
+	rng := rand.New(rand.NewPCG(seed, 21))
+	lanes := 1 + rng.IntN(8)
+	chunk := 1 + rng.IntN(40)
+	dev := cpu.NewOracle(cpu.Options{States: m.States, Lanes: lanes, Tokens: 128, Verify: 6, Carry: 64})
+	defer dev.Close()
+	b, err := engine.NewBatch(model.NewRunner(m, dev, chunk), engine.BatchOptions{
+		Limits:  engine.Limits{Lanes: lanes, Pages: 2 + rng.IntN(2*lanes), Pending: len(all), GapRows: 1 + rng.IntN(chunk), Passes: rng.IntN(3)},
+		Context: 128, Adaptive: rng.IntN(2) == 0,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	counts := map[int]int{}
+	ended, added := 0, 0
+	cancels := map[engine.RequestID]context.CancelFunc{}
+	for steps := 0; ended < len(all); steps++ {
+		if steps > 100000 {
+			t.Fatalf("seed %d: %d of %d ended", seed, ended, len(all))
+		}
+		for added < len(all) && rng.IntN(3) == 0 {
+			j := all[added]
+			req := j.req
+			if rng.IntN(3) > 0 {
+				req.Draft = 1 + rng.IntN(5)
+				if rng.IntN(4) > 0 {
+					right := rng.IntN(8)
+					req.Drafter = truth(j.want, func(round, i int) bool { return (i+round)%7 >= right })
+				}
+			}
+			ctx, cancel := context.WithCancel(context.Background())
+			id := engine.RequestID(added + 1)
+			cancels[id] = cancel
+			err := b.Add(ctx, id, req, nil, func(out engine.Outcome, err error) {
+				ended++
+				cancel()
+				delete(cancels, id)
+				if err != nil {
+					t.Errorf("seed %d: request %d: %v", seed, id, err)
+				}
+				if out.Reason == engine.Cancelled {
+					if len(out.IDs) > len(j.want) || !slices.Equal(out.IDs, j.want[:len(out.IDs)]) {
+						t.Errorf("seed %d: request %d, cancelled: %v, alone %v", seed, id, out.IDs, j.want)
+					}
+					return
+				}
+				if !slices.Equal(out.IDs, j.want) {
+					t.Errorf("seed %d: request %d: %v, alone %v", seed, id, out.IDs, j.want)
+				}
+				for i, n := range out.Stats.AcceptedAt {
+					counts[i+1] += n
+				}
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			added++
+		}
+		if len(cancels) > 0 && rng.IntN(40) == 0 {
+			for _, cancel := range cancels {
+				cancel()
+				break
+			}
+		}
+		if _, err := b.Step(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if active, waiting := b.Load(); active+waiting != 0 {
+		t.Errorf("seed %d: %d active and %d waiting at the end", seed, active, waiting)
+	}
+	return counts
+}
+
+// Company changes nothing: whatever runs beside a request, however its prompt is cut and whatever is drafted for it, it gives the ids that
+// it gives alone.
+func TestCompany(t *testing.T) {
+	m := modeltest.Micro(t)
+	all := jobs(t, m, rand.New(rand.NewPCG(8, 8)), 24)
+	accepted := map[int]int{}
+	for seed := range uint64(4) {
+		for n, c := range storm(t, m, all, seed) {
+			accepted[n] += c
+		}
+	}
+	for n := 1; n <= 5; n++ {
+		if accepted[n] == 0 {
+			t.Errorf("no draft was accepted at position %d", n)
+		}
+	}
+}
