@@ -31,9 +31,11 @@ type commands struct {
 	Version versionFlag `help:"Print version and revision."`
 
 	Run      runCommand      `cmd:"" help:"Generate from one prompt."`
+	Serve    serveCommand    `cmd:"" help:"Serve over HTTP."`
 	Convert  convertCommand  `cmd:"" help:"Turn a checkpoint into an artifact."`
 	Verify   verifyCommand   `cmd:"" help:"Check every byte of an artifact."`
 	Inspect  inspectCommand  `cmd:"" help:"Show what an artifact holds."`
+	Pull     pullCommand     `cmd:"" help:"Download a model repository or an artifact."`
 	Selftest selftestCommand `cmd:"" help:"Compare this machine with recorded results of the reference implementation."`
 }
 

@@ -1,0 +1,376 @@
+package cli
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"encoding/json/v2"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"os/signal"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"ninfer/internal/engine"
+	"ninfer/internal/front"
+	"ninfer/internal/server"
+)
+
+type serveCommand struct {
+	Artifact string `arg:"" optional:"" help:"Entry file."`
+
+	Host       string `default:"127.0.0.1" placeholder:"H" help:"Address to listen on."`
+	Port       int    `default:"8080" placeholder:"N" help:"Port; 0 picks a free one and prints it."`
+	APIKey     string `name:"api-key" placeholder:"KEY" help:"Ask clients for this key."`
+	APIKeyFile string `name:"api-key-file" placeholder:"FILE" help:"Read the key from a file."`
+	CORS       bool   `name:"cors" help:"Let pages of any origin use the server."`
+	ModelID    string `name:"model-id" placeholder:"ID" help:"Public model name. Default: the artifact's name."`
+
+	MaxConcurrency        int   `default:"1" placeholder:"C" help:"Sequences at a time, 1 to 8; this build runs one at a time."`
+	MaxPendingRequests    int   `default:"16" placeholder:"N" help:"Requests that may wait."`
+	PendingTimeoutMS      int64 `name:"pending-timeout-ms" default:"30000" placeholder:"N" help:"Longest wait for a turn."`
+	DefaultMaxTokens      int   `default:"8192" placeholder:"N" help:"Output limit of requests that give none."`
+	DefaultThinkingBudget *int  `placeholder:"N" help:"Thinking limit of requests that give none."`
+	MaxRequestMiB         int64 `name:"max-request-mib" default:"384" placeholder:"N" help:"Largest request body."`
+	LogStatsIntervalMS    int64 `name:"log-stats-interval-ms" default:"5000" placeholder:"N" help:"Time between throughput lines; 0 is none."`
+
+	modelFlags    `embed:""`
+	samplingFlags `embed:""`
+	plannedFlags  `embed:""`
+}
+
+// plannedFlags are options of serve whose feature this build does not have. A value that asks for nothing is accepted, any other is
+// refused, because it would change results or resources.
+type plannedFlags struct {
+	NoPrefixReuse           bool     `help:"Keep nothing for later requests, as this build always does."`
+	DeviceStateSlots        *int64   `hidden:""`
+	HostStateSlots          *int64   `hidden:""`
+	HostKVMiB               *int64   `name:"host-kv-mib" hidden:""`
+	HostContextMiB          *int64   `name:"host-context-mib" hidden:""`
+	MaxPrivateContinuations *int64   `hidden:""`
+	MaxSharedPrefixes       *int64   `hidden:""`
+	MaxLongAnchors          *int64   `name:"max-long-anchors-per-continuation" hidden:""`
+	DesktopReserveGiB       *int64   `name:"desktop-reserve-gib" hidden:""`
+	DesktopReserveMiB       *int64   `name:"desktop-reserve-mib" hidden:""`
+	KVSlackFloorMiB         *int64   `name:"kv-slack-floor-mib" hidden:""`
+	ClampConcurrencyToPool  bool     `hidden:""`
+	ContextCostPresets      string   `hidden:""`
+	MediaCacheMiB           *int64   `name:"media-cache-mib" hidden:""`
+	MediaLiveMiB            *int64   `name:"media-live-mib" hidden:""`
+	MediaPreprocessThreads  *int64   `hidden:""`
+	AllowRemoteMedia        bool     `hidden:""`
+	NoLocalMediaURLs        bool     `name:"no-local-media-urls" hidden:""`
+	ResponseStoreMaxRecords *int64   `hidden:""`
+	ResponseStoreMaxMiB     *int64   `name:"response-store-max-mib" hidden:""`
+	RequestLogJSONL         string   `name:"request-log-jsonl" hidden:""`
+	RepetitionPenalty       *float64 `hidden:""`
+}
+
+func (f *plannedFlags) check() error {
+	const reuse = "reuse of prompts between requests"
+	slots := []struct {
+		name string
+		v    *int64
+	}{
+		{"device-state-slots", f.DeviceStateSlots},
+		{"host-state-slots", f.HostStateSlots},
+		{"host-kv-mib", f.HostKVMiB},
+		{"max-private-continuations", f.MaxPrivateContinuations},
+		{"max-shared-prefixes", f.MaxSharedPrefixes},
+		{"max-long-anchors-per-continuation", f.MaxLongAnchors},
+	}
+	for _, s := range slots {
+		if f.NoPrefixReuse && s.v != nil {
+			return usagef("--no-prefix-reuse excludes --%s", s.name)
+		}
+	}
+	if f.HostContextMiB != nil && (f.HostStateSlots != nil || f.HostKVMiB != nil) {
+		return usagef("--host-context-mib excludes --host-state-slots and --host-kv-mib")
+	}
+	if f.DesktopReserveGiB != nil && f.DesktopReserveMiB != nil {
+		return usagef("--desktop-reserve-gib excludes --desktop-reserve-mib")
+	}
+	const media = "image and video input"
+	const gpu = "the GPU backend"
+	const store = "the responses route"
+	for _, n := range []struct {
+		name    string
+		v       *int64
+		zero    bool // 0 asks for nothing
+		missing string
+	}{
+		{"device-state-slots", f.DeviceStateSlots, true, reuse},
+		{"host-state-slots", f.HostStateSlots, true, reuse},
+		{"host-kv-mib", f.HostKVMiB, true, reuse},
+		{"host-context-mib", f.HostContextMiB, true, reuse},
+		{"max-private-continuations", f.MaxPrivateContinuations, true, reuse},
+		{"max-shared-prefixes", f.MaxSharedPrefixes, true, reuse},
+		{"max-long-anchors-per-continuation", f.MaxLongAnchors, true, reuse},
+		{"desktop-reserve-gib", f.DesktopReserveGiB, true, gpu},
+		{"desktop-reserve-mib", f.DesktopReserveMiB, true, gpu},
+		{"kv-slack-floor-mib", f.KVSlackFloorMiB, false, gpu},
+		{"media-cache-mib", f.MediaCacheMiB, true, media},
+		{"media-live-mib", f.MediaLiveMiB, false, media},
+		{"media-preprocess-threads", f.MediaPreprocessThreads, true, media},
+		{"response-store-max-records", f.ResponseStoreMaxRecords, false, store},
+		{"response-store-max-mib", f.ResponseStoreMaxMiB, false, store},
+	} {
+		switch {
+		case n.v == nil, *n.v == 0 && n.zero:
+		case *n.v < 0:
+			return usagef("--%s is %d, need at least 0", n.name, *n.v)
+		default:
+			return usagef("--%s: this build does not have %s", n.name, n.missing)
+		}
+	}
+	for _, s := range []struct {
+		name    string
+		given   bool
+		missing string
+	}{
+		{"clamp-concurrency-to-pool", f.ClampConcurrencyToPool, "a pool of several sequences"},
+		{"context-cost-presets", f.ContextCostPresets != "", reuse},
+		{"allow-remote-media", f.AllowRemoteMedia, media},
+		{"request-log-jsonl", f.RequestLogJSONL != "", "the machine log"},
+		{"repetition-penalty", f.RepetitionPenalty != nil && *f.RepetitionPenalty != 1, "a repetition penalty; it has --presence-penalty and --frequency-penalty"},
+	} {
+		if s.given {
+			return usagef("--%s: this build does not have %s", s.name, s.missing)
+		}
+	}
+	return nil
+}
+
+func (c *serveCommand) check() error {
+	switch {
+	case c.Host == "":
+		return usagef("--host is empty")
+	case c.Port < 0 || c.Port > 65535:
+		return usagef("--port is %d, need 0 to 65535", c.Port)
+	case c.APIKey != "" && c.APIKeyFile != "":
+		return usagef("--api-key excludes --api-key-file")
+	case c.MaxConcurrency < 1 || c.MaxConcurrency > 8:
+		return usagef("--max-concurrency is %d, need 1 to 8", c.MaxConcurrency)
+	case c.MaxPendingRequests < 0 || c.MaxPendingRequests > 1<<20:
+		return usagef("--max-pending-requests is %d, need 0 to %d", c.MaxPendingRequests, 1<<20)
+	case c.PendingTimeoutMS < 1 || c.PendingTimeoutMS > 1<<40:
+		return usagef("--pending-timeout-ms is %d, need at least 1", c.PendingTimeoutMS)
+	case c.DefaultMaxTokens < 1:
+		return usagef("--default-max-tokens is %d, need at least 1", c.DefaultMaxTokens)
+	case c.DefaultThinkingBudget != nil && *c.DefaultThinkingBudget < 1:
+		return usagef("--default-thinking-budget is %d, need at least 1", *c.DefaultThinkingBudget)
+	case c.MaxRequestMiB < 1 || c.MaxRequestMiB > 1<<30:
+		return usagef("--max-request-mib is %d, need at least 1", c.MaxRequestMiB)
+	case c.LogStatsIntervalMS < 0 || c.LogStatsIntervalMS > 1<<40:
+		return usagef("--log-stats-interval-ms is %d, need at least 0", c.LogStatsIntervalMS)
+	}
+	if err := c.plannedFlags.check(); err != nil {
+		return err
+	}
+	c.MaxContext = cmp.Or(c.MaxContext, 8192)
+	if err := c.modelFlags.check(c.MaxConcurrency); err != nil {
+		return err
+	}
+	return c.samplingFlags.check()
+}
+
+// key is what clients must send, or empty.
+func (c *serveCommand) key() (string, error) {
+	if c.APIKeyFile == "" {
+		return strings.TrimSpace(c.APIKey), nil
+	}
+	b, err := os.ReadFile(c.APIKeyFile)
+	if err != nil {
+		return "", fmt.Errorf("--api-key-file: %w", err)
+	}
+	key := string(bytes.TrimSpace(b))
+	if key == "" {
+		return "", fmt.Errorf("--api-key-file: %s is empty", c.APIKeyFile)
+	}
+	return key, nil
+}
+
+func (c *serveCommand) Run(e *environment) error {
+	if err := c.check(); err != nil {
+		return err
+	}
+	key, err := c.key()
+	if err != nil {
+		return err
+	}
+	if c.Artifact == "" {
+		return errNoModel
+	}
+	level, _ := server.ParseLevel(c.LogLevel)
+	log := server.NewLog(e.err, level)
+	log.Info("start", "version", version(), "arguments", redacted(os.Args[1:]))
+	listener, err := listen(net.JoinHostPort(c.Host, strconv.Itoa(c.Port)))
+	if err != nil {
+		return err
+	}
+	ctx, cancel := c.signals(log)
+	defer cancel()
+	start := time.Now()
+	l, err := load(c.Artifact)
+	if err != nil {
+		listener.Close()
+		return err
+	}
+	defer l.close()
+	if c.ModelID == "" {
+		c.ModelID = l.name()
+	}
+	s := server.New(server.Options{
+		ModelID: c.ModelID, APIKey: key, CORS: c.CORS, MaxBody: c.MaxRequestMiB << 20, Log: log,
+		StatsInterval: time.Duration(c.LogStatsIntervalMS) * time.Millisecond,
+	})
+	served := make(chan error, 1)
+	go func() { served <- s.Serve(ctx, listener) }()
+	// The server answers that it is loading; a signal ends it even then.
+	opened := make(chan opening, 1)
+	go func() { opened <- c.open(e, l) }()
+	var o opening
+	select {
+	case err := <-served:
+		return err // the process ends with the loading unfinished
+	case o = <-opened:
+	}
+	if o.err != nil {
+		cancel()
+		<-served
+		return o.err
+	}
+	defer o.lane.Runner.Dev.Close()
+	s.Ready(server.Model{
+		Front: o.front, Draft: c.DraftTokens,
+		Queue: engine.NewQueue(o.lane, c.MaxConcurrency+c.MaxPendingRequests, time.Duration(c.PendingTimeoutMS)*time.Millisecond),
+	})
+	address := "http://" + listener.Addr().String()
+	if c.Port == 0 && !log.Enabled(ctx, slog.LevelInfo) {
+		e.say("listening on %s", address)
+	}
+	defaults := o.front.Defaults(!c.NoThinking)
+	log.Info("ready", "model", c.ModelID, "address", address, "context", server.Count(c.MaxContext), "device", "cpu",
+		"concurrency", c.MaxConcurrency, "waiting places", c.MaxPendingRequests, "drafts", c.DraftTokens,
+		"temperature", defaults.Temperature, "top-p", defaults.TopP, "top-k", defaults.TopK, "presence penalty", defaults.Presence,
+		"load", time.Since(start).Round(time.Millisecond))
+	if c.MaxConcurrency > 1 {
+		log.Warn("this build runs one request at a time; the others wait", "concurrency asked for", c.MaxConcurrency)
+	}
+	if err := <-served; err != nil {
+		log.Log(context.Background(), server.LevelCritical, "the server has failed", "error", err)
+		return fmt.Errorf("serve: %w", err)
+	}
+	log.Info("stopped")
+	return nil
+}
+
+// opening is what loading leads to.
+type opening struct {
+	front *front.Front
+	lane  *engine.Lane
+	err   error
+}
+
+// open binds the model and makes its text side.
+func (c *serveCommand) open(e *environment, l *loaded) (o opening) {
+	if c.ChatTemplate != "" {
+		if o.err = l.override(c.ChatTemplate); o.err != nil {
+			return o
+		}
+	}
+	m, err := l.bind(c.options())
+	if err != nil {
+		return opening{err: err}
+	}
+	if o.front, err = c.front(l); err != nil {
+		return opening{err: fmt.Errorf("%s: %w", c.Artifact, err)}
+	}
+	o.lane, o.err = c.lane(e, m)
+	return o
+}
+
+// front makes the text side with the process's settings.
+func (c *serveCommand) front(l *loaded) (*front.Front, error) {
+	opt := front.Options{
+		Tokenizer: l.tokenizer, Template: l.template, Context: c.MaxContext, MaxTokens: c.DefaultMaxTokens, FreshSeeds: true,
+		NoThinking: c.NoThinking, PreserveThinking: c.PreserveThinking, Greedy: c.Greedy,
+		Sampling: front.Settings{
+			Temperature: c.Temperature, TopP: c.TopP, TopK: c.TopK, MinP: c.MinP, Presence: c.PresencePenalty, Frequency: c.FrequencyPenalty, Seed: c.Seed,
+		},
+	}
+	if c.DefaultThinkingBudget != nil {
+		opt.ThinkingBudget = *c.DefaultThinkingBudget
+	}
+	var err error
+	if opt.TokenizerConfig, err = l.store.Resource("text", "tokenizer_config.json"); err != nil {
+		return nil, err
+	}
+	if opt.GenerationConfig, err = l.store.Resource("text", "generation_config.json"); err != nil {
+		return nil, err
+	}
+	return front.New(opt)
+}
+
+// name is what an artifact calls its model.
+func (l *loaded) name() string {
+	var meta struct {
+		Name string `json:"name"`
+	}
+	d := l.store.File.Directory()
+	if json.Unmarshal(d.Metadata, &meta) == nil && meta.Name != "" {
+		return meta.Name
+	}
+	var config struct {
+		Architectures []string `json:"architectures"`
+	}
+	if text, ok := d.Component("text"); ok && json.Unmarshal(text.Config, &config) == nil && len(config.Architectures) > 0 {
+		return config.Architectures[0]
+	}
+	return "qwen4_exp"
+}
+
+// signals returns a context that the first interrupt or termination ends; the second ends the process.
+func (c *serveCommand) signals(log *slog.Logger) (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithCancel(context.Background())
+	caught := make(chan os.Signal, 2)
+	signal.Notify(caught, os.Interrupt, syscall.SIGTERM)
+	go func() {
+		defer signal.Stop(caught)
+		select {
+		case s := <-caught:
+			log.Info("stopping: requests have 10 s to finish; a second signal ends them at once", "signal", s)
+			cancel()
+		case <-ctx.Done():
+			return
+		}
+		<-caught
+		os.Exit(exitInterrupted)
+	}()
+	return ctx, cancel
+}
+
+// redacted is the command line without the key.
+func redacted(args []string) string {
+	out := make([]string, len(args))
+	hide := false
+	for i, a := range args {
+		name, _, inline := strings.Cut(a, "=")
+		switch {
+		case hide:
+			a = "***"
+		case name == "--api-key" && inline:
+			a = name + "=***"
+		}
+		hide = a == "--api-key"
+		out[i] = strconv.Quote(a)
+		if !strings.ContainsAny(a, " \"'\\\t\n") {
+			out[i] = a
+		}
+	}
+	return strings.Join(out, " ")
+}

@@ -1,0 +1,315 @@
+package server
+
+import (
+	"context"
+	"encoding/json/jsontext"
+	"encoding/json/v2"
+	"errors"
+	"net/http"
+	"strings"
+	"time"
+
+	"ninfer/internal/engine"
+	"ninfer/internal/front"
+)
+
+// completion is the answer of Chat Completions as a whole.
+type completion struct {
+	ID      string   `json:"id"`
+	Object  string   `json:"object"`
+	Created int64    `json:"created"`
+	Model   string   `json:"model"`
+	Choices []choice `json:"choices"`
+	Usage   usage    `json:"usage"`
+	Timings *timings `json:"timings"`
+}
+
+type choice struct {
+	Index        int           `json:"index"`
+	Message      answerMessage `json:"message"`
+	Logprobs     *struct{}     `json:"logprobs"`
+	FinishReason string        `json:"finish_reason"`
+}
+
+type answerMessage struct {
+	Role      string  `json:"role"`
+	Content   string  `json:"content"`
+	Refusal   *string `json:"refusal"`
+	Reasoning string  `json:"reasoning_content,omitzero"`
+}
+
+type usage struct {
+	Prompt        int `json:"prompt_tokens"`
+	Completion    int `json:"completion_tokens"`
+	Total         int `json:"total_tokens"`
+	PromptDetails struct {
+		Cached int `json:"cached_tokens"`
+	} `json:"prompt_tokens_details"`
+	CompletionDetails struct {
+		Reasoning int `json:"reasoning_tokens"`
+	} `json:"completion_tokens_details"`
+}
+
+// chunk is one event of a stream.
+type chunk struct {
+	ID       string         `json:"id"`
+	Object   string         `json:"object"`
+	Created  int64          `json:"created"`
+	Model    string         `json:"model"`
+	Choices  []chunkChoice  `json:"choices"`
+	Usage    jsontext.Value `json:"usage,omitzero"` // null where usage is asked for and still to come
+	Progress *progress      `json:"prompt_progress,omitzero"`
+	Timings  *timings       `json:"timings,omitzero"`
+}
+
+type chunkChoice struct {
+	Index        int       `json:"index"`
+	Delta        delta     `json:"delta"`
+	Logprobs     *struct{} `json:"logprobs"`
+	FinishReason *string   `json:"finish_reason"`
+}
+
+type delta struct {
+	Role      string  `json:"role,omitzero"`
+	Content   *string `json:"content,omitzero"`
+	Reasoning string  `json:"reasoning_content,omitzero"`
+}
+
+type progress struct {
+	Total     int     `json:"total"`
+	Cache     int     `json:"cache"`
+	Processed int     `json:"processed"`
+	TimeMS    float64 `json:"time_ms"`
+}
+
+// chatCall is one request in progress.
+type chatCall struct {
+	server   *Server
+	exchange *exchange
+	request  *chatRequest
+	prepared *front.Prepared
+	output   *output
+	ticket   *engine.Ticket
+	id       string
+	created  int64
+	start    time.Time
+}
+
+// chat serves POST /v1/chat/completions.
+func (s *Server) chat(x *exchange) {
+	start := time.Now()
+	if err := s.runChat(x, start); err != nil {
+		f := failureOf(err)
+		s.logRefusal(x, f, err)
+		x.fail(f)
+	}
+}
+
+// runChat returns an error while nothing of the answer has been sent.
+func (s *Server) runChat(x *exchange, start time.Time) error {
+	m, refused := s.available()
+	if refused != nil {
+		return refused
+	}
+	data, release, refused := s.readBody(x)
+	if refused != nil {
+		return refused
+	}
+	defer func() { release() }()
+	req, refused := parseChat(data, s.opt.ModelID)
+	if refused != nil {
+		return refused
+	}
+	// The client's leaving ends this context, and so does our giving up on it.
+	ctx, cancel := context.WithCancel(x.r.Context())
+	defer cancel()
+	slot, err := m.Queue.Reserve(ctx)
+	if err != nil {
+		return err
+	}
+	defer slot.Release()
+	c := &chatCall{server: s, exchange: x, request: req, id: "chatcmpl-" + randomHex(8), created: start.Unix(), start: start}
+	if c.prepared, err = m.Front.Prepare(req.front); err != nil {
+		return err
+	}
+	data, req.front.Messages = nil, nil
+	release()
+	release = func() {}
+	c.output = newOutput(c.prepared.Session(), &s.counters)
+	c.ticket, err = slot.Submit(engine.Request{
+		Prompt: c.prepared.Prompt, MaxNew: c.prepared.MaxNew, Sampling: engine.Sampling(c.prepared.Sampling), StopIDs: c.prepared.StopIDs,
+		Watcher: c.output, Draft: m.Draft, Progress: c.output.progress,
+	})
+	if err != nil {
+		return err
+	}
+	if req.stream {
+		c.stream(ctx, cancel)
+		return nil
+	}
+	return c.whole()
+}
+
+// whole waits for the end and answers at once. A client that leaves ends the ticket through its context.
+func (c *chatCall) whole() error {
+	out, err := c.ticket.Outcome()
+	var reasoning, answer strings.Builder
+	for _, it := range c.output.finish() {
+		switch {
+		case it.progress:
+		case it.event.Kind == front.Reasoning:
+			reasoning.WriteString(it.event.Text)
+		case it.event.Kind == front.Answer:
+			answer.WriteString(it.event.Text)
+		}
+	}
+	if err != nil {
+		c.log(out, err)
+		return err
+	}
+	if out.Reason != engine.Cancelled {
+		control := http.NewResponseController(c.exchange.w)
+		control.SetWriteDeadline(time.Now().Add(c.server.opt.Stall))
+		defer control.SetWriteDeadline(time.Time{})
+		c.exchange.reply(http.StatusOK, completion{
+			ID: c.id, Object: "chat.completion", Created: c.created, Model: c.server.opt.ModelID,
+			Choices: []choice{{
+				Message:      answerMessage{Role: "assistant", Content: answer.String(), Reasoning: reasoning.String()},
+				FinishReason: finishReason(out.Reason),
+			}},
+			Usage: c.usage(), Timings: c.timings(out),
+		})
+		control.Flush() // under the deadline, and before the place is given back
+	}
+	c.log(out, nil)
+	return nil
+}
+
+// finishReason is OpenAI's word for it.
+func finishReason(r engine.Reason) string {
+	if r == engine.Stop {
+		return "stop"
+	}
+	return "length"
+}
+
+func (c *chatCall) usage() usage {
+	counts := c.output.session.Usage()
+	u := usage{Prompt: counts.Prompt, Completion: counts.Completion, Total: counts.Prompt + counts.Completion}
+	u.PromptDetails.Cached = c.output.times().cached
+	u.CompletionDetails.Reasoning = counts.Reasoning
+	return u
+}
+
+// timings are those of a finished request.
+func (c *chatCall) timings(out engine.Outcome) *timings {
+	t := c.output.times().timings()
+	if n := out.Stats.Drafted; n > 0 {
+		t.DraftN, t.DraftAccepted = &n, &out.Stats.Accepted
+	}
+	return t
+}
+
+// stream sends events as they come. It cancels the request if the client cannot be reached.
+func (c *chatCall) stream(ctx context.Context, cancel context.CancelFunc) {
+	ev := c.server.events(c.exchange)
+	empty := ""
+	err := ev.send(c.chunk(delta{Role: "assistant", Content: &empty}, nil))
+	silence := time.NewTimer(c.server.opt.KeepAlive)
+	defer silence.Stop()
+	for err == nil {
+		select {
+		case <-c.output.wake:
+			err = c.show(ev, c.output.take())
+		case <-c.ticket.Done():
+			out, failed := c.ticket.Outcome()
+			c.end(ev, out, failed)
+			return
+		case <-silence.C:
+			err = ev.comment("keep-alive")
+		case <-ctx.Done():
+			err = ctx.Err()
+		}
+		silence.Reset(c.server.opt.KeepAlive)
+	}
+	cancel()
+	out, failed := c.ticket.Outcome() // within one unit of work
+	c.log(out, failed)
+}
+
+// chunk is an event with one choice.
+func (c *chatCall) chunk(d delta, finish *string) chunk {
+	k := chunk{
+		ID: c.id, Object: "chat.completion.chunk", Created: c.created, Model: c.server.opt.ModelID,
+		Choices: []chunkChoice{{Delta: d, FinishReason: finish}},
+	}
+	if c.request.includeUsage {
+		k.Usage = jsontext.Value("null")
+	}
+	return k
+}
+
+// show sends items.
+func (c *chatCall) show(ev *events, items []item) error {
+	for _, it := range items {
+		var k chunk
+		switch {
+		case it.progress && c.request.progress:
+			k = c.chunk(delta{}, nil)
+			k.Progress = &progress{
+				Total: len(c.prepared.Prompt), Cache: it.clock.cached, Processed: it.clock.prompt,
+				TimeMS: milliseconds(it.clock.processed.Sub(it.clock.admitted)),
+			}
+		case it.progress:
+			continue
+		case it.event.Kind == front.Reasoning:
+			k = c.chunk(delta{Reasoning: it.event.Text}, nil)
+		case it.event.Kind == front.Answer:
+			k = c.chunk(delta{Content: &it.event.Text}, nil)
+		default:
+			continue
+		}
+		if c.request.tokenTimings && !it.progress {
+			k.Timings = it.clock.timings()
+		}
+		if err := ev.send(k); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// end sends what is left and the terminal events, or an error in their place.
+func (c *chatCall) end(ev *events, out engine.Outcome, failed error) {
+	items := c.output.finish()
+	switch {
+	case failed != nil:
+		if c.show(ev, items) == nil {
+			ev.send(failureOf(failed).body())
+		}
+	case out.Reason == engine.Cancelled: // the client has left
+	default:
+		if c.show(ev, items) != nil {
+			break
+		}
+		reason := finishReason(out.Reason)
+		last := c.chunk(delta{}, &reason)
+		if c.request.includeUsage {
+			if ev.send(last) != nil {
+				break
+			}
+			last.Choices = []chunkChoice{}
+			last.Usage, _ = json.Marshal(c.usage())
+		}
+		last.Timings = c.timings(out)
+		if ev.send(last) == nil {
+			ev.done()
+		}
+	}
+	c.log(out, failed)
+}
+
+// clientLeft tells a request that its client ended from one that failed.
+func clientLeft(out engine.Outcome, err error) bool {
+	return err == nil && out.Reason == engine.Cancelled || errors.Is(err, context.Canceled)
+}

@@ -1,0 +1,147 @@
+// Package server is the HTTP side: OpenAI's Chat Completions, the model list and health, over one model and one queue.
+//
+// A Server answers from the moment its socket is open. Until Ready is called it says that it is loading; after its context has ended it
+// refuses new requests, lets those that run finish within a grace time and cancels the rest, each with an answer. A failure of the engine
+// ends it with an error.
+//
+// What a client sends never changes what another one gets: bodies, places in the queue and buffered output are bounded, answers are
+// written outside the engine's goroutine, and a client that leaves or stops reading ends its own request only. Texts of clients and of
+// the model are never logged.
+package server
+
+import (
+	"context"
+	"crypto/sha256"
+	"errors"
+	"log/slog"
+	"net"
+	"net/http"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"ninfer/internal/engine"
+	"ninfer/internal/front"
+)
+
+// Options are the settings of a server. Zero durations and MaxBody mean the product's values.
+type Options struct {
+	ModelID string
+	APIKey  string // empty: no authentication
+	CORS    bool
+	MaxBody int64 // most bytes of a request's body
+	Log     *slog.Logger
+
+	StatsInterval time.Duration // between throughput lines while active; 0 is none
+	KeepAlive     time.Duration // silence in a stream after which a comment is sent
+	Grace         time.Duration // time that requests have to finish when the server ends
+	Stall         time.Duration // a client that takes or sends nothing for so long is given up
+}
+
+// Model is what a server serves.
+type Model struct {
+	Front *front.Front
+	Queue *engine.Queue
+	Draft int // drafts a round
+}
+
+// Server answers HTTP requests. Make one with New.
+type Server struct {
+	opt     Options
+	key     [sha256.Size]byte
+	created int64
+	ready   chan struct{} // closed by Ready, after model is set
+	model   Model
+
+	bodies   atomic.Int64 // bytes of bodies in memory
+	counters counters
+}
+
+// New returns a server that is loading.
+func New(opt Options) *Server {
+	def := func(d *time.Duration, v time.Duration) {
+		if *d == 0 {
+			*d = v
+		}
+	}
+	def(&opt.KeepAlive, 5*time.Second)
+	def(&opt.Grace, 10*time.Second)
+	def(&opt.Stall, 30*time.Second)
+	if opt.MaxBody == 0 {
+		opt.MaxBody = 384 << 20
+	}
+	return &Server{opt: opt, key: sha256.Sum256([]byte(opt.APIKey)), created: time.Now().Unix(), ready: make(chan struct{})}
+}
+
+// Ready makes the server accept requests for the model. Call it once. The server drains the queue when it ends.
+func (s *Server) Ready(m Model) {
+	s.model = m
+	close(s.ready)
+}
+
+// serving returns the model, or nil while loading.
+func (s *Server) serving() *Model {
+	select {
+	case <-s.ready:
+		return &s.model
+	default:
+		return nil
+	}
+}
+
+// Serve answers on a listener until the context ends, and returns nil when all requests have their answers; or until the engine or the
+// listener fails, and returns why. It closes the listener.
+func (s *Server) Serve(ctx context.Context, l net.Listener) error {
+	hs := &http.Server{
+		Handler: s, ReadHeaderTimeout: s.opt.Stall, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 64 << 10,
+		ErrorLog: slog.NewLogLogger(s.opt.Log.Handler(), slog.LevelDebug),
+	}
+	broken := make(chan error, 1)
+	go func() { broken <- hs.Serve(l) }()
+
+	var stats sync.WaitGroup
+	statsEnd, stopStats := context.WithCancel(context.Background())
+	defer stats.Wait()
+	defer stopStats()
+	// The end of the server may come before the model is there.
+	var failed <-chan struct{}
+	ready := s.ready
+	var err error
+	for wait := true; wait; {
+		wait = false
+		select {
+		case <-ready:
+			ready, failed, wait = nil, s.model.Queue.Failed(), true
+			stats.Go(func() { s.throughput(statsEnd) })
+		case <-ctx.Done():
+		case <-failed:
+			err = s.model.Queue.Failure()
+		case err = <-broken:
+			broken <- http.ErrServerClosed
+		}
+	}
+	s.finish(hs)
+	if e := <-broken; err == nil && !errors.Is(e, http.ErrServerClosed) {
+		err = e
+	}
+	return err
+}
+
+// finish ends requests and connections.
+func (s *Server) finish(hs *http.Server) {
+	grace, cancel := context.WithTimeout(context.Background(), s.opt.Grace)
+	defer cancel()
+	var end sync.WaitGroup
+	if m := s.serving(); m != nil {
+		m.Queue.Stop()
+		end.Go(func() { m.Queue.Drain(grace) })
+	}
+	// Shutdown closes the listener and waits for handlers; those whose requests are cancelled at the end of the grace time still have to
+	// write their last event.
+	last, cancelLast := context.WithTimeout(context.Background(), s.opt.Grace+2*time.Second)
+	defer cancelLast()
+	if hs.Shutdown(last) != nil {
+		hs.Close()
+	}
+	end.Wait()
+}
