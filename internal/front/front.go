@@ -129,17 +129,28 @@ func (f *Front) Defaults(thinking bool) Sampling {
 	return s
 }
 
+// The parts of a conversation. Protocols read their messages into these.
+type (
+	Message  = chat.Message
+	Part     = chat.Part // text if its Kind is not set
+	ToolCall = chat.ToolCall
+	Arg      = chat.Arg
+)
+
+// Text is the content of a message that is just text.
+func Text(text string) []Part { return chat.TextContent(text) }
+
 // Request is one generation as a client asks for it. Nil and empty are "not given".
 type Request struct {
 	// Messages is the conversation. A last message of the assistant's is continued.
-	Messages []chat.Message
+	Messages []Message
 	Tools    []jsontext.Value
 
 	EnableThinking   *bool
 	PreserveThinking *bool
-	Effort           string     // reasoning_effort
-	AddVisionID      bool       // template option
-	Args             []chat.Arg // further template variables
+	Effort           string // reasoning_effort
+	AddVisionID      bool   // template option
+	Args             []Arg  // further template variables
 
 	Sampling       Settings
 	MaxTokens      *int // nil the default, -1 up to the end of the context, 0 only the prompt
@@ -203,6 +214,7 @@ func (f *Front) Prepare(req Request) (*Prepared, error) {
 	if f.opt.Greedy {
 		p.Sampling.Temperature = 0
 	}
+	p.req.Messages, p.req.Tools, p.req.Args = nil, nil, nil // large, and not needed for the output
 	return p, nil
 }
 
