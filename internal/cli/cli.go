@@ -13,6 +13,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"runtime/debug"
+	"slices"
 	"strings"
 
 	"github.com/alecthomas/kong"
@@ -32,6 +33,7 @@ type commands struct {
 
 	Run      runCommand      `cmd:"" help:"Generate from one prompt."`
 	Serve    serveCommand    `cmd:"" help:"Serve over HTTP."`
+	Bench    benchCommand    `cmd:"" help:"Measure prompts and generation."`
 	Convert  convertCommand  `cmd:"" help:"Turn a checkpoint into an artifact."`
 	Verify   verifyCommand   `cmd:"" help:"Check every byte of an artifact."`
 	Inspect  inspectCommand  `cmd:"" help:"Show what an artifact holds."`
@@ -158,7 +160,15 @@ func (e *environment) run(args []string) (err error) {
 func (e *environment) expand(args []string, parser *kong.Kong) []string {
 	name, words := strings.TrimSuffix(filepath.Base(args[0]), ".exe"), args[1:]
 	if command, ok := programs[name]; ok {
-		return append([]string{command}, words...)
+		words = append([]string{command}, words...)
+	}
+	if len(words) > 0 && words[0] == "bench" { // the one option with a single dash and two letters
+		words = slices.Clone(words)
+		for i := range words {
+			if words[i] == "-pg" {
+				words[i] = "--prompt-gen"
+			}
+		}
 	}
 	if len(words) == 0 || strings.HasPrefix(words[0], "-") {
 		return words

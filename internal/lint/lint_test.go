@@ -23,6 +23,7 @@ var allowed = map[string][]string{
 	"internal/arch":           {"internal/num"},
 	"internal/artifact":       {"internal/num", "internal/mmap", "golang.org/x/sys"},
 	"internal/hf":             {"internal/num", "internal/mmap"},
+	"internal/hf/hub":         {"golang.org/x/sys"},
 	"internal/convert":        {"internal/arch", "internal/artifact", "internal/hf", "internal/text", "internal/num"},
 	"internal/backend":        {"internal/num"},
 	"internal/backend/optest": {"internal/backend", "internal/num"},
