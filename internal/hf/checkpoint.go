@@ -32,7 +32,8 @@ type Checkpoint struct {
 	index   map[string]int32 // into tensors
 	tensors []tensor
 
-	sorted func() []string
+	without func(name string) bool // tensors of the index that do not exist for us; may be nil
+	sorted  func() []string
 }
 
 type shard struct {
@@ -82,8 +83,12 @@ func (t Tensor) ReadAt(p []byte, off int64) (int, error) {
 
 // Open reads a checkpoint folder: config.json, the index (or the only shard), and all headers. Every tensor the index names is
 // checked to lie whole inside its shard. Errors name the file and the tensor; those of the file system keep their cause.
-func Open(dir string) (*Checkpoint, error) {
-	c := &Checkpoint{dir: dir}
+func Open(dir string) (*Checkpoint, error) { return OpenWithout(dir, nil) }
+
+// OpenWithout is Open for a caller that does not want every tensor: those of the index for which without is true do not exist, and
+// shards that hold nothing else need not be there.
+func OpenWithout(dir string, without func(name string) bool) (*Checkpoint, error) {
+	c := &Checkpoint{dir: dir, without: without}
 	var err error
 	if c.config, err = os.ReadFile(filepath.Join(dir, ConfigName)); err != nil {
 		return nil, fmt.Errorf("hf: %w", err)
@@ -174,6 +179,9 @@ func (c *Checkpoint) parseIndex(text []byte) error {
 			if err != nil {
 				return fmt.Errorf("tensor %q: %w", key, err)
 			}
+			if c.without != nil && c.without(key) {
+				return nil
+			}
 			n, ok := shards[string(file)]
 			if !ok {
 				if !plainName(string(file)) {
@@ -260,7 +268,7 @@ func (c *Checkpoint) openShard(i int) error {
 	return parseHeader(raw[8:s.data], int64(len(raw))-s.data, func(name []byte, e entry) error {
 		k, ok := c.index[string(name)]
 		switch {
-		case all:
+		case all && (c.without == nil || !c.without(string(name))):
 			if ok {
 				return fmt.Errorf("tensor %q: duplicate", name)
 			}
@@ -273,7 +281,7 @@ func (c *Checkpoint) openShard(i int) error {
 				return fmt.Errorf("tensor %q: duplicate", name)
 			}
 			t.entry, t.found = e, true
-		default: // not in the index: does not exist for us, but the header must be sound
+		default: // not in the index, or not wanted: does not exist for us, but the header must be sound
 			if strays[string(name)] {
 				return fmt.Errorf("tensor %q: duplicate", name)
 			}
