@@ -20,7 +20,7 @@ func sorted[K cmp.Ordered, V any](m map[K]V) []K { return slices.Sorted(maps.Key
 
 // loaded is an opened artifact with everything that text needs.
 type loaded struct {
-	store     model.Artifact
+	store     *model.Artifact
 	config    *arch.Config
 	tokenizer *token.Tokenizer
 	template  *chat.Template
@@ -39,7 +39,12 @@ func load(path string) (*loaded, error) {
 	if err != nil {
 		return nil, err
 	}
-	l := &loaded{store: model.Artifact{File: f}}
+	store, err := model.NewArtifact(f)
+	if err != nil {
+		f.Close()
+		return nil, err
+	}
+	l := &loaded{store: store, config: store.Config()}
 	if err := l.frontend(); err != nil {
 		f.Close()
 		return nil, err
@@ -49,9 +54,6 @@ func load(path string) (*loaded, error) {
 
 func (l *loaded) frontend() error {
 	var err error
-	if l.config, err = l.store.Config(); err != nil {
-		return err
-	}
 	resource := func(role string) []byte {
 		var b []byte
 		if err == nil {

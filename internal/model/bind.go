@@ -13,8 +13,8 @@ import (
 type Store interface {
 	// Has reports whether the parameter exists.
 	Has(name string) bool
-	// Tensor returns a parameter. Its bytes stay valid until the store is closed.
-	Tensor(name string) (num.Tensor, error)
+	// Weight returns a parameter: rows of a tensor that may hold others as well. Its bytes stay valid until the store is closed.
+	Weight(name string) (backend.Weight, error)
 	// Table returns the encoding of an n-gram table and a reader of its rows, without touching the rows.
 	Table(name string) (num.Format, backend.RowSource, error)
 }
@@ -86,6 +86,15 @@ func Bind(c *arch.Config, s Store, opt Options) (*Model, error) {
 	return m, nil
 }
 
+// DraftExperts is how the drafter's experts are stored, num.Invalid without a drafter. Only BF16 ones are exactly those of a checkpoint: all
+// checkpoints have them in BF16, and other formats are made by convert.
+func (m *Model) DraftExperts() num.Format {
+	if m.mtp == nil {
+		return num.Invalid
+	}
+	return m.mtp.layer.moe.GateUp.T.Format
+}
+
 func (m *Model) bind(b *binder) {
 	t := b.t
 	h, wide := t.HiddenSize, t.StreamWidth()
@@ -142,16 +151,16 @@ func (b *binder) weight(name string, rows, cols int) backend.Weight {
 	if b.err != nil {
 		return backend.Weight{}
 	}
-	t, err := b.s.Tensor(name)
+	w, err := b.s.Weight(name)
 	if err != nil {
 		b.fail("%w", err)
 		return backend.Weight{}
 	}
-	if t.Rows() != rows || t.Cols() != cols {
-		b.fail("parameter %q has shape %v, the configuration needs %d rows of %d", name, t.Shape, rows, cols)
+	if w.N != rows || w.Cols() != cols {
+		b.fail("parameter %q has %d rows of %d, the configuration needs %d of %d", name, w.N, w.Cols(), rows, cols)
 		return backend.Weight{}
 	}
-	return backend.Whole(t)
+	return w
 }
 
 func (b *binder) state(s backend.State) backend.StateID {
@@ -314,10 +323,10 @@ func (b *binder) table(p string, n arch.Ngram) backend.Table {
 // proposal binds the reduced head. Its ids must be real, distinct, and as many as its rows.
 func (b *binder) proposal() *backend.HeadWeights {
 	if !b.s.Has(arch.ProposalWeight) {
-		b.fail("the artifact has no proposal head (%s): drafting through it is not possible, leave --lm-head-draft out", arch.ProposalWeight)
+		b.fail("component text has no proposal, the artifact no %s: drafting through it is not possible, leave --lm-head-draft out", arch.ProposalWeight)
 		return nil
 	}
-	ids, err := b.s.Tensor(arch.ProposalIDs)
+	ids, err := b.s.Weight(arch.ProposalIDs)
 	if err != nil {
 		b.fail("%w", err)
 		return nil
@@ -325,7 +334,7 @@ func (b *binder) proposal() *backend.HeadWeights {
 	rows := ids.Cols()
 	h := &backend.HeadWeights{W: b.weight(arch.ProposalWeight, rows, b.t.HiddenSize), IDs: b.m.Options.IDs}
 	line := make([]float64, rows)
-	ids.DecodeRow(line, 0)
+	ids.Decode(line, 0)
 	seen := make(map[int32]bool, rows)
 	for i, v := range line {
 		id := int32(v)

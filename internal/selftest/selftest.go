@@ -8,6 +8,7 @@ import (
 
 	"ninfer/internal/backend"
 	"ninfer/internal/model"
+	"ninfer/internal/num"
 	"ninfer/internal/text/chat"
 	"ninfer/internal/text/token"
 )
@@ -125,15 +126,35 @@ func (t *test) broken(format string, args ...any) {
 	t.line.Broken = append(t.line.Broken, fmt.Sprintf(format, args...))
 }
 
+// encodedDrafter bounds drafts of a drafter whose experts convert has re-encoded in four bits: the recorded ones are those of the BF16
+// experts. It tells a wrong drafter from a coarse one, no more; verification of drafts does not depend on it.
+const encodedDrafter = 0.1
+
+// encoded reports whether the drafter cannot be compared closely.
+func (t *test) encoded() bool { return t.s.Model.DraftExperts() == num.NVFP4 }
+
 // bound compares rows and notes the result.
 func bound[T float32 | float64](t *test, what string, got [][]T, want [][]float32) {
-	w, err := worst(got, want)
+	t.within(what, t.b.Bound, func() (float64, error) { return worst(got, want) })
+}
+
+// drafted is bound for what the drafter computes.
+func drafted(t *test, what string, got [][]float32, want [][]float32) {
+	limit := t.b.Bound
+	if t.encoded() {
+		limit, what = max(limit, encodedDrafter), what+" (nvfp4 experts)"
+	}
+	t.within(what, limit, func() (float64, error) { return worst(got, want) })
+}
+
+func (t *test) within(what string, limit float64, worst func() (float64, error)) {
+	w, err := worst()
 	switch {
 	case err != nil:
 		t.broken("%s: %v", what, err)
 		return
-	case !(w <= t.b.Bound):
-		t.broken("%s off by %.2g, bound is %.2g", what, w, t.b.Bound)
+	case !(w <= limit):
+		t.broken("%s off by %.2g, bound is %.2g", what, w, limit)
 	}
 	t.part("%s %.1e", what, w)
 }
@@ -279,7 +300,7 @@ func (t *test) drafter(r *model.Runner) ([][]float32, error) {
 	if err != nil {
 		return nil, err
 	}
-	bound(t, "mtp", got, want)
+	drafted(t, "mtp", got, want)
 	if want, err = t.g.rows(t.line.Case+".draft_logits", len(t.c.Drafts)); err != nil {
 		return nil, err
 	}
@@ -291,12 +312,12 @@ func (t *test) drafter(r *model.Runner) ([][]float32, error) {
 			return nil, err
 		}
 		logits = append(logits, row...)
-		if id, best := greedy(row[0], t.s.Model.Options.IDs); id != d && forced(t.c.DraftsMargin[i], best) {
+		if id, best := greedy(row[0], t.s.Model.Options.IDs); id != d && !t.encoded() && forced(t.c.DraftsMargin[i], best) {
 			t.broken("draft %d is %d, recorded is %d", i, id, d)
 		}
 		next = d
 	}
-	bound(t, "drafts", logits, want)
+	drafted(t, "drafts", logits, want)
 	return logits, nil
 }
 

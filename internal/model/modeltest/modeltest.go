@@ -142,8 +142,16 @@ func widened(shape []int, v []float32) (num.Tensor, error) {
 	return num.NewTensor(num.FP32, num.Contiguous, shape, raw)
 }
 
-// Tensor is of model.Store.
-func (c *Checkpoint) Tensor(name string) (num.Tensor, error) {
+// Weight is of model.Store.
+func (c *Checkpoint) Weight(name string) (backend.Weight, error) {
+	t, err := c.tensor(name)
+	if err != nil {
+		return backend.Weight{}, err
+	}
+	return backend.Whole(t), nil
+}
+
+func (c *Checkpoint) tensor(name string) (num.Tensor, error) {
 	if base, ok := strings.CutSuffix(name, arch.BankGateUp); ok {
 		return c.bank(base, "gate_proj", "up_proj")
 	}
