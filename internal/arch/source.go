@@ -3,6 +3,7 @@ package arch
 import (
 	"iter"
 	"strconv"
+	"strings"
 
 	"ninfer/internal/num"
 )
@@ -144,4 +145,17 @@ func (c *Config) IndexTensors() []SourceTensor {
 			SourceTensor{p + pleIndexSize, "I64", heads})
 	}
 	return out
+}
+
+// IsTableShard reports whether a tensor of a checkpoint is a shard of an n-gram table.
+func (c *Config) IsTableShard(name string) bool {
+	for _, id := range c.Text.PLELayerIDs {
+		rest, ok := strings.CutPrefix(name, PLEPrefix(LayerPrefix(id-1))+pleShard)
+		number, ok2 := strings.CutSuffix(rest, ".weight")
+		i, err := strconv.Atoi(number)
+		if ok && ok2 && err == nil && i >= 0 && i < c.Text.NgramParts && strconv.Itoa(i) == number {
+			return true
+		}
+	}
+	return false
 }

@@ -10,7 +10,8 @@ import (
 type convertCommand struct {
 	Model            string `required:"" placeholder:"DIR" help:"Checkpoint folder (config.json, safetensors)."`
 	Out              string `required:"" placeholder:"FILE" help:"Artifact to write; its name is fixed by the options."`
-	SourceProfile    string `default:"radixark" placeholder:"P" help:"Layout of the checkpoint: radixark or swift."`
+	SourceProfile    string `default:"radixark" placeholder:"P" help:"Layout of the checkpoint: radixark, swift or mixed."`
+	PLE              string `name:"ple" placeholder:"DIR" help:"Folder of the INT4 n-gram table (ples_int4); profile mixed only."`
 	PLEFormat        string `name:"ple-format" placeholder:"F" help:"Re-encode the n-gram table: fp8_e4m3fn."`
 	ProjectionFormat string `placeholder:"F" help:"Re-encode the 16-bit matrices: fp8_e4m3fn_row_bf16."`
 	MTPExpertFormat  string `name:"mtp-expert-format" placeholder:"F" help:"Re-encode the drafter's experts: nvfp4."`
@@ -25,15 +26,19 @@ func (c *convertCommand) Run(e *environment) error {
 		return usagef("--max-file-bytes is %d, need a positive number", c.MaxFileBytes)
 	}
 	report, err := convert.Run(e.ctx, convert.Options{
-		Model: c.Model, Out: c.Out, Profile: c.SourceProfile, PLEFormat: c.PLEFormat, ProjectionFormat: c.ProjectionFormat,
+		Model: c.Model, Out: c.Out, PLE: c.PLE, Profile: c.SourceProfile, PLEFormat: c.PLEFormat, ProjectionFormat: c.ProjectionFormat,
 		MTPExpertFormat: c.MTPExpertFormat, MaxFileBytes: c.MaxFileBytes, DraftRanking: c.DraftRanking,
 		Progress: func(s convert.Step) {
 			if c.Quiet {
 				return
 			}
-			rate := float64(s.Done) / max(s.Elapsed.Seconds(), 1e-3)
-			left := time.Duration(float64(s.All-s.Done) / max(rate, 1) * float64(time.Second)).Round(time.Second)
-			fmt.Fprintf(e.err, "[%d/%d] %s  %.1f MB/s  %v left\n", s.Index, s.Total, s.Name, rate/1e6, left)
+			line := fmt.Sprintf("%s  %.1f%%  %.1f MB/s  %v left", s.Name, 100*float64(s.Done)/float64(s.All), s.Rate()/1e6, s.Left().Round(time.Second))
+			if s.Partial {
+				line = "... " + line
+			} else {
+				line = fmt.Sprintf("[%d/%d] %s", s.Index, s.Total, line)
+			}
+			fmt.Fprintln(e.err, line)
 		},
 	})
 	if err != nil {

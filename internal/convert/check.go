@@ -26,7 +26,7 @@ func (c *conversion) checkTensors(context.Context) error {
 			if !c.model.Has(t.Name) {
 				continue
 			}
-			if err := c.checkTensor(t); err != nil {
+			if err := checkTensor(c.model, t); err != nil {
 				return err
 			}
 			if err := c.checkIndex(t.Name, [][]int64{g.Multipliers, g.Offsets, g.Sizes}[i]); err != nil {
@@ -71,16 +71,16 @@ func (c *conversion) checkTensors(context.Context) error {
 		return fail(Source, "%s: %s", c.Model, first)
 	}
 	for _, t := range need {
-		if err := c.checkTensor(t); err != nil {
+		if err := checkTensor(c.model, t); err != nil {
 			return err
 		}
 	}
-	return nil
+	return c.checkFiles()
 }
 
 // checkTensor is S9 for one tensor that is there.
-func (c *conversion) checkTensor(need arch.SourceTensor) error {
-	t, err := c.model.Tensor(need.Name)
+func checkTensor(m *hf.Checkpoint, need arch.SourceTensor) error {
+	t, err := m.Tensor(need.Name)
 	switch {
 	case err != nil:
 		return &Error{Source, err}
@@ -110,34 +110,31 @@ func (c *conversion) checkIndex(name string, need []int64) error {
 	return nil
 }
 
-// checkScales is S11 and S12: it reads the multipliers of all experts, and keeps the divisors that will be stored in their place.
+// checkScales is S11 and S12, and what S20 says of scales: it reads the multipliers of all experts, and keeps the divisors that will be
+// stored in their place.
 func (c *conversion) checkScales(ctx context.Context) error {
 	c.divisors = make([][]float32, len(c.specs))
-	return parallel(ctx, len(c.specs), func(i int) error {
+	return c.parallel(ctx, len(c.specs), func(i int) error {
 		s := &c.specs[i].Source
-		if s.Op != arch.OpBank && s.Op != arch.OpDivisors {
+		switch s.Op {
+		case arch.OpRowScaled:
+			return c.checkRowScales(s)
+		case arch.OpBank, arch.OpDivisors, arch.OpPackedBank:
+		default:
 			return nil
 		}
 		list := make([]float32, s.Count)
 		for e := range list {
 			var first string
 			for j, p := range s.Projections {
-				_, _, name, input := s.Expert(e, p)
-				if s.Op == arch.OpDivisors {
-					name = input
-				}
-				t, x, err := c.scalar(name)
-				if err != nil {
-					return err
-				}
-				d, err := num.ModelOptDivisor(x)
+				name, d, err := c.divisor(s, e, p)
 				switch {
 				case err != nil:
-					return fail(Source, "%s: tensor %q: %w", t.File, name, err)
+					return err
 				case j == 0:
 					list[e], first = d, name
 				case d != list[e]:
-					return fail(Source, "%s: tensor %q differs from %q: a fused bank needs one value", t.File, name, first)
+					return fail(Source, "tensor %q differs from %q: a fused bank needs one value", name, first)
 				}
 			}
 		}
@@ -146,7 +143,38 @@ func (c *conversion) checkScales(ctx context.Context) error {
 	})
 }
 
-// scalar reads an F32 tensor of shape [].
+// divisor reads what is stored for one projection of an expert, and names the tensor it comes from.
+func (c *conversion) divisor(s *arch.Source, e int, p string) (string, float32, error) {
+	_, _, name, input := s.Expert(e, p)
+	switch s.Op {
+	case arch.OpDivisors:
+		name = input
+	case arch.OpPackedBank:
+		_, _, name, input = s.PackedExpert(e, p)
+		t, x, err := c.scalar(input)
+		if err != nil {
+			return name, 0, err
+		}
+		if err := num.CheckPackedInputScale(x); err != nil {
+			return name, 0, fail(Source, "%s: tensor %q: %w", t.File, input, err)
+		}
+	}
+	t, d, err := c.scalar(name)
+	if err != nil {
+		return name, 0, err
+	}
+	if s.Op == arch.OpPackedBank {
+		d, err = num.PackedFusedDivisor(d, d)
+	} else {
+		d, err = num.ModelOptDivisor(d)
+	}
+	if err != nil {
+		return name, 0, fail(Source, "%s: tensor %q: %w", t.File, name, err)
+	}
+	return name, d, nil
+}
+
+// scalar reads an F32 tensor of one value.
 func (c *conversion) scalar(name string) (hf.Tensor, float32, error) {
 	t, err := c.model.Tensor(name)
 	if err != nil {
@@ -161,12 +189,12 @@ func (c *conversion) scalar(name string) (hf.Tensor, float32, error) {
 
 // parallel calls f for 0 to n-1 on all cores, begun in order. After the first error nothing further is begun; of several errors
 // that of the lowest number is returned.
-func parallel(ctx context.Context, n int, f func(i int) error) error {
+func (c *conversion) parallel(ctx context.Context, n int, f func(i int) error) error {
 	errs := make([]error, n)
 	var next atomic.Int64
 	var stop atomic.Bool
 	var wg sync.WaitGroup
-	for range min(n, workers()) {
+	for range min(n, c.workers()) {
 		wg.Go(func() {
 			for !stop.Load() {
 				i := int(next.Add(1)) - 1

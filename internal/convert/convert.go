@@ -7,7 +7,6 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"runtime"
 	"strings"
 	"time"
 
@@ -22,6 +21,8 @@ type Options struct {
 	Model string // checkpoint folder
 	Out   string // entry file; its name is fixed by the variant
 
+	PLE string // folder of the INT4 n-gram table, for profile mixed only
+
 	Profile          string
 	PLEFormat        string
 	ProjectionFormat string
@@ -30,22 +31,31 @@ type Options struct {
 	MaxFileBytes int64  // largest file in bytes, 0 for the default
 	DraftRanking string // file of token counts for the proposal head, or empty: see shortlist
 
-	Progress func(Step) // called after each object, by one goroutine at a time; may be nil
+	// Progress is called after each object, and about once a second while one takes long, by one goroutine at a time. It may be nil.
+	Progress func(Step)
 
-	fault func(object string, off int64) error // tests: an error to meet instead of a write
+	fault   func(object string, off int64) error // tests: an error to meet instead of a write
+	workers int                                  // tests: pieces in work at once
+	chunk   int                                  // tests: bytes of a piece's source
 }
 
-// Step is one finished object.
+// Step is how far the work has come.
 type Step struct {
-	Index, Total int // Index counts finished objects, from 1
+	Index, Total int  // Index counts finished objects
+	Partial      bool // the object Name is not finished
 	Name         string
 	Bytes        int64         // size of the object
-	Done, All    int64         // bytes of finished objects, and of all
+	Done, All    int64         // bytes on disk, and of all objects
 	Elapsed      time.Duration // since writing began
 }
 
 // Rate is the mean speed so far in bytes per second.
 func (s Step) Rate() float64 { return float64(s.Done) / max(s.Elapsed.Seconds(), 1e-9) }
+
+// Left is the time the rest takes at that speed.
+func (s Step) Left() time.Duration {
+	return time.Duration(float64(s.All-s.Done) / max(s.Rate(), 1) * float64(time.Second))
+}
 
 // conversion is the state of one Run.
 type conversion struct {
@@ -58,9 +68,11 @@ type conversion struct {
 	plan      *artifact.Plan
 	specs     []arch.Spec
 	model     *hf.Checkpoint
-	divisors  [][]float32 // by object: divisors of banks, activation divisors of their siblings
-	chosen    []int32     // token ids of the proposal head, by row
-	ranking   string      // SHA-256 of the ranking file, or empty
+	ple       []*hf.Checkpoint         // the INT4 table, a file for each shard
+	divisors  [][]float32              // by object: divisors of banks, activation divisors of their siblings
+	tables    map[string]*encodedTable // by the prefix of its shards
+	chosen    []int32                  // token ids of the proposal head, by row
+	ranking   string                   // SHA-256 of the ranking file, or empty
 
 	writer *artifact.Writer
 }
@@ -71,8 +83,10 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 	defer ignoreFileSizeSignal()()
 	c := conversion{Options: o}
 	r, err := c.run(ctx)
-	if c.model != nil {
-		c.model.Close()
+	for _, m := range append(c.ple, c.model) {
+		if m != nil {
+			m.Close()
+		}
 	}
 	if err != nil {
 		return nil, classify(IO, fmt.Errorf("convert: %w", err))
@@ -83,7 +97,8 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 func (c *conversion) run(ctx context.Context) (*Report, error) {
 	start := time.Now()
 	for _, check := range []func(context.Context) error{
-		c.checkOptions, c.checkOutput, c.readConfig, c.readResources, c.makePlan, c.openModel, c.checkTensors, c.checkScales, c.choose,
+		c.checkOptions, c.checkOutput, c.readConfig, c.readResources, c.makePlan, c.openTable, c.checkPins, c.openModel, c.checkTensors,
+		c.checkScales, c.measureTables, c.choose,
 	} {
 		if err := check(ctx); err != nil {
 			return nil, err
@@ -131,8 +146,12 @@ func (c *conversion) checkOptions(context.Context) error {
 		return fail(Usage, "output %s must be named %s for these options", c.Out, name)
 	case c.MaxFileBytes < 0:
 		return fail(Usage, "a file limit of %d bytes is not positive", c.MaxFileBytes)
-	case c.variant != arch.Variant{Profile: arch.Radixark}:
-		return fail(Usage, "only profile radixark without format options can be converted so far")
+	case c.variant.Profile == arch.Mixed && c.PLE == "":
+		return fail(Usage, "profile mixed needs the folder of the INT4 n-gram table (--ple)")
+	case c.variant.Profile == arch.Mixed && c.DraftRanking != "":
+		return fail(Usage, "profile mixed has no proposal head, so a draft ranking has no use")
+	case c.variant.Profile != arch.Mixed && c.PLE != "":
+		return fail(Usage, "a folder of the INT4 n-gram table (--ple) belongs to profile mixed, not %s", c.variant.Profile)
 	}
 	return nil
 }
@@ -208,11 +227,14 @@ func (c *conversion) readResources(context.Context) error {
 // makePlan fixes the output's size and text.
 func (c *conversion) makePlan(context.Context) error {
 	ids := c.tokenizer.Count()
-	rows := c.config.ProposalRows(ids)
+	rows := 0
+	if c.variant.Profile != arch.Mixed {
+		rows = c.config.ProposalRows(ids)
+	}
 	switch {
 	case ids > c.config.Text.VocabSize:
 		return fail(Source, "%s: tokenizer has %d ids, but vocab_size is %d", c.Model, ids, c.config.Text.VocabSize)
-	case rows == 0:
+	case rows == 0 && c.variant.Profile != arch.Mixed:
 		return fail(Source, "%s: tokenizer has %d ids, too few for a proposal head", c.Model, ids)
 	}
 	sizes := map[string]int64{}
@@ -233,12 +255,12 @@ func (c *conversion) makePlan(context.Context) error {
 // openModel is S10 and the first half of S7.
 func (c *conversion) openModel(context.Context) error {
 	var err error
-	c.model, err = hf.Open(c.Model)
+	// Profile mixed takes the table from elsewhere; what the index says of another one need not even be there.
+	c.model, err = hf.OpenWithout(c.Model, func(name string) bool {
+		return c.variant.Profile == arch.Mixed && c.config.IsTableShard(name)
+	})
 	if errors.Is(err, fs.ErrNotExist) { // the index; config.json was there
 		return &Error{Source, err}
 	}
 	return classify(Source, err)
 }
-
-// workers is how many objects are in work at once.
-func workers() int { return runtime.GOMAXPROCS(0) }

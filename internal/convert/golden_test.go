@@ -24,6 +24,8 @@ import (
 const (
 	micro  = "../../testdata/micro-radixark/checkpoint"
 	output = "qwen3_8_flash_next_125b_a6b_nvfp4.ninfer"
+
+	mixedOutput = "qwen3_8_flash_next_mixed.ninfer"
 )
 
 // shared is a folder beside the repository that a fresh clone does not have.
@@ -63,7 +65,11 @@ func TestGolden(t *testing.T) {
 			model := tt.model(t)
 			dir := t.TempDir()
 			var steps []Step
-			r, f := convert(t, Options{Model: model, Out: filepath.Join(dir, output), Progress: func(s Step) { steps = append(steps, s) }})
+			r, f := convert(t, Options{Model: model, Out: filepath.Join(dir, output), Progress: func(s Step) {
+				if !s.Partial {
+					steps = append(steps, s)
+				}
+			}})
 			checkContent(t, model, f, tt.rows, nil)
 			checkReport(t, r, f)
 

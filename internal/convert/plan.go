@@ -17,6 +17,15 @@ func Plan(entry string, c *arch.Config, v arch.Variant, proposalRows int, resour
 	if err != nil {
 		return nil, nil, err
 	}
+	p, err := artifact.NewPlan(entry, directory(specs, desc, resources), artifact.PlanOptions{Limit: limit})
+	if err != nil {
+		return nil, nil, err
+	}
+	return specs, p, nil
+}
+
+// directory is the directory of an inventory and its description, without sizes of tensors, offsets and files.
+func directory(specs []arch.Spec, desc *arch.Description, resources map[string]int64) *artifact.Directory {
 	d := &artifact.Directory{Uses: make([]artifact.Use, 0, len(desc.Uses)), Metadata: desc.Metadata, Provenance: desc.Provenance}
 	for _, a := range desc.Components {
 		b := artifact.Component{ID: a.ID, Config: a.Config, Target: a.Target}
@@ -49,9 +58,5 @@ func Plan(entry string, c *arch.Config, v arch.Variant, proposalRows int, resour
 		}
 		d.Uses = append(d.Uses, b)
 	}
-	p, err := artifact.NewPlan(entry, d, artifact.PlanOptions{Limit: limit})
-	if err != nil {
-		return nil, nil, err
-	}
-	return specs, p, nil
+	return d
 }

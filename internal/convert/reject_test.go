@@ -64,7 +64,7 @@ func TestOptions(t *testing.T) {
 		o     Options
 		parts string
 	}{
-		{Options{Profile: "mixed"}, "mixed"},
+		{Options{Profile: "official"}, "official"},
 		{Options{ProjectionFormat: "fp8"}, "fp8"},
 		{Options{MTPExpertFormat: "fp8"}, "fp8"},
 		{Options{PLEFormat: "fp8_e4m3fn"}, "radixark"},
@@ -74,10 +74,20 @@ func TestOptions(t *testing.T) {
 		{Options{Out: out("qwen3_8_flash_next_125b_a6b_nvfp4_fp8proj.ninfer")}, output},
 		{Options{Out: out(output), ProjectionFormat: "fp8_e4m3fn_row_bf16"}, "qwen3_8_flash_next_125b_a6b_nvfp4_fp8proj.ninfer"},
 		{Options{MaxFileBytes: -1}, "-1"},
-		// Not built yet, so refused whatever their names.
-		{Options{Profile: "swift", Out: out("swift_1_5_qwen3_8_flash_next_nvfp4.ninfer")}, "so far"},
-		{Options{ProjectionFormat: "fp8_e4m3fn_row_bf16", Out: out("qwen3_8_flash_next_125b_a6b_nvfp4_fp8proj.ninfer")}, "so far"},
-		{Options{MTPExpertFormat: "nvfp4", Out: out("qwen3_8_flash_next_125b_a6b_nvfp4_nvfp4mtp.ninfer")}, "so far"},
+		{Options{Profile: "swift", Out: out(output)}, "swift_1_5_qwen3_8_flash_next_nvfp4.ninfer"},
+		{
+			Options{Profile: "swift", PLEFormat: "fp8_e4m3fn", ProjectionFormat: "fp8_e4m3fn_row_bf16", MTPExpertFormat: "nvfp4", Out: out("x.ninfer")},
+			"swift_1_5_qwen3_8_flash_next_nvfp4_fp8ple_fp8proj_nvfp4mtp.ninfer",
+		},
+		{Options{Profile: "swift", PLE: "ples_int4", Out: out("swift_1_5_qwen3_8_flash_next_nvfp4.ninfer")}, "mixed"},
+		{Options{PLE: "ples_int4"}, "mixed"},
+		{Options{Profile: "mixed", Out: out(mixedOutput)}, "--ple"},
+		{Options{Profile: "mixed", PLE: "/does/not/exist", Out: out(output)}, mixedOutput},
+		{Options{Profile: "mixed", PLE: "/does/not/exist", Out: out("qwen3_8_flash_next_mixed.v3.ninfer")}, mixedOutput},
+		{Options{Profile: "mixed", PLE: "/does/not/exist", Out: out(mixedOutput), PLEFormat: "fp8_e4m3fn"}, "fp8_e4m3fn"},
+		{Options{Profile: "mixed", PLE: "/does/not/exist", Out: out(mixedOutput), ProjectionFormat: "fp8_e4m3fn_row_bf16"}, "projection"},
+		{Options{Profile: "mixed", PLE: "/does/not/exist", Out: out(mixedOutput), MTPExpertFormat: "nvfp4"}, "mtp expert"},
+		{Options{Profile: "mixed", PLE: "/does/not/exist", Out: out(mixedOutput), DraftRanking: "counts"}, "draft ranking"},
 	} {
 		tt.o.Model = "/does/not/exist"
 		refuse(t, tt.o, Usage, tt.parts)

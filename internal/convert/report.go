@@ -10,6 +10,7 @@ import (
 
 	"ninfer/internal/arch"
 	"ninfer/internal/artifact"
+	"ninfer/internal/num"
 )
 
 // Report is what Run did: the file OUT.conversion.json (artifact.md 4.1.6), members in order, and the digests by which verify finds
@@ -21,6 +22,7 @@ type Report struct {
 	Source    struct {
 		Repository string `json:"repository,omitempty"` // official config only
 		Path       string `json:"path"`
+		PLE        string `json:"ple,omitempty"` // folder of the INT4 table
 	} `json:"source"`
 	Output string `json:"output"`
 	Config struct {
@@ -36,16 +38,19 @@ type Report struct {
 		Count        int   `json:"count"`
 		PayloadBytes int64 `json:"payload_bytes"` // of the objects, without gaps
 	} `json:"objects"`
-	FileBytes         int64   `json:"file_bytes"`
-	ElapsedSeconds    float64 `json:"elapsed_seconds"`
-	Device            string  `json:"conversion_device"`
-	Materialization   string  `json:"ple_materialization"`
-	PLEFormat         string  `json:"ple_format"`
-	ProjectionFormat  string  `json:"projection_format"`
-	MTPExpertFormat   string  `json:"mtp_expert_format"`
-	ProposalShortlist string  `json:"proposal_shortlist"`
+	FileBytes        int64   `json:"file_bytes"`
+	ElapsedSeconds   float64 `json:"elapsed_seconds"`
+	Device           string  `json:"conversion_device"`
+	Materialization  string  `json:"ple_materialization"`
+	PLEFormat        string  `json:"ple_format"`
+	ProjectionFormat string  `json:"projection_format"`
+	MTPExpertFormat  string  `json:"mtp_expert_format"`
+	// How the drafter's experts and the n-gram table were re-encoded, if they were.
+	MTPExpertQuantization *ExpertQuantization `json:"mtp_expert_quantization,omitempty"`
+	PLEQuantization       *TableQuantization  `json:"ple_quantization,omitempty"`
+	ProposalShortlist     string              `json:"proposal_shortlist,omitempty"` // absent where there is no proposal head
 	// The file the counts came from; without one the token id order stands in for the order of counts.
-	DraftRanking *RankingFile `json:"draft_ranking"`
+	DraftRanking *RankingFile `json:"draft_ranking"` // null without a file
 
 	ArtifactID      string               `json:"artifact_id"`
 	Files           []FileReport         `json:"files"`
@@ -59,6 +64,32 @@ type Identity struct {
 	ModelID   string `json:"model_id"`
 	WeightsID string `json:"weights_id"`
 }
+
+// ExpertQuantization is an encoder of artifact.md 2.8, and the largest activations that the constant divisors of profile B stand for.
+type ExpertQuantization struct {
+	Method    string     `json:"method"`
+	InputAmax *InputAmax `json:"input_amax,omitempty"`
+}
+
+// InputAmax are largest activations by bank.
+type InputAmax struct {
+	GateUp float64 `json:"gate_up"`
+	Down   float64 `json:"down"`
+}
+
+// TableQuantization is the encoder of artifact.md 2.7 with what it found.
+type TableQuantization struct {
+	Method string  `json:"method"`
+	Scale  float64 `json:"scale"` // the multiplier
+	AMax   float64 `json:"amax"`  // largest magnitude of the table
+}
+
+// Names of encoders in reports. The first is also the name in published directories.
+const (
+	methodProfileA = "NVFP4_MAXABS_DIVISOR_RNE_V1"
+	methodProfileB = "NVFP4_MAXABS_BINARY64_RNE"
+	methodTable    = "FP8_E4M3FN_MAXABS_BF16_CEILING_RNE"
+)
 
 // RankingFile is a file of token counts.
 type RankingFile struct {
@@ -88,6 +119,22 @@ func (c *conversion) report(receipt *artifact.Receipt, elapsed time.Duration) *R
 	}
 	if c.variant.NVFP4MTP {
 		r.MTPExpertFormat = "nvfp4"
+		// f32(2688/amax) is the divisor: artifact.md 2.8.
+		r.MTPExpertQuantization = &ExpertQuantization{methodProfileB, &InputAmax{24, 2720}}
+	}
+	for _, t := range c.tables { // all alike but for models with several
+		if q := r.PLEQuantization; q == nil || float64(t.amax) > q.AMax {
+			r.PLEQuantization = &TableQuantization{methodTable, float64(num.FromBF16(t.multiplier)), float64(t.amax)}
+		}
+	}
+	if c.variant.Profile == arch.Mixed {
+		r.Identity.WeightsID, r.ProposalShortlist = arch.MixedWeightsID, ""
+		if c.config.IsOfficial() {
+			r.Identity.ModelID, r.TargetKey = arch.MixedModelID, arch.MixedTargetKey
+		}
+		r.ProjectionFormat, r.MTPExpertFormat = "fp8_e4m3fn_row_fp32", "nvfp4"
+		r.MTPExpertQuantization = &ExpertQuantization{Method: methodProfileA}
+		r.Source.PLE = c.PLE
 	}
 	if c.DraftRanking != "" {
 		r.ProposalShortlist = "frequency-rank-plus-lm-head-norm-rank"

@@ -18,6 +18,9 @@ import (
 
 // choose fills chosen: which tokens the proposal head keeps (artifact.md 2.9), and S16.
 func (c *conversion) choose(ctx context.Context) error {
+	if c.variant.Profile == arch.Mixed {
+		return nil
+	}
 	ids := c.tokenizer.Count()
 	var counts []int64
 	if c.DraftRanking != "" {
@@ -87,8 +90,8 @@ func readRanking(path string, vocab int) ([]int64, string, error) {
 func (c *conversion) norms(ctx context.Context, head hf.Tensor, n int) ([]float32, error) {
 	norms := make([]float32, n)
 	cols := head.Shape[1]
-	step := max(1, chunk/(2*cols))
-	err := parallel(ctx, (n+step-1)/step, func(i int) error {
+	step := max(1, c.chunk()/(2*cols))
+	err := c.parallel(ctx, (n+step-1)/step, func(i int) error {
 		first := i * step
 		src := make([]byte, 2*cols*min(step, n-first))
 		if _, err := head.ReadAt(src, int64(2*cols)*int64(first)); err != nil {

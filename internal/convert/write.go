@@ -2,93 +2,33 @@ package convert
 
 import (
 	"context"
-	"encoding/binary"
+	"errors"
 	"fmt"
-	"math"
+	"runtime"
 	"sync"
 	"time"
 
-	"ninfer/internal/arch"
 	"ninfer/internal/artifact"
-	"ninfer/internal/hf"
-	"ninfer/internal/num"
 )
 
-// chunk is how many source bytes a worker holds at a time.
-const chunk = 4 << 20
+const (
+	// chunk is how many source bytes a worker holds at a time, unless one expert needs more.
+	chunk = 4 << 20
+	// maxWorkers bounds memory: the real model's largest piece is 6.6 MB of source and as much again.
+	maxWorkers = 32
+)
 
-// write makes and writes all objects. Each object is written front to back by one worker, so that its digest is taken on the way.
-func (c *conversion) write(ctx context.Context) error {
-	start := time.Now()
-	var all int64
-	for _, o := range c.plan.Directory.Objects {
-		all += o.Bytes
-	}
-	var mu sync.Mutex // guards done, finished and the calls of Progress
-	var done int64
-	finished := 0
-	buffers := sync.Pool{New: func() any { return new(buffer) }}
-	return parallel(ctx, len(c.specs), func(i int) error {
-		o := &c.plan.Directory.Objects[i]
-		b := buffers.Get().(*buffer)
-		defer buffers.Put(b)
-		w, err := c.writer.Object(o.ID)
-		if err != nil {
-			return classify(IO, err)
-		}
-		s := &sink{ctx: ctx, object: o.ID, w: w, fault: c.fault}
-		if err := c.encode(i, s, b); err != nil {
-			return err
-		}
-		if err := w.Close(); err != nil {
-			return classify(IO, err)
-		}
-		mu.Lock()
-		defer mu.Unlock()
-		finished++
-		done += o.Bytes
-		if c.Progress != nil {
-			c.Progress(Step{finished, len(c.specs), o.ID, o.Bytes, done, all, time.Since(start)})
-		}
-		return nil
-	})
+// piece is a run of bytes of an object: what one worker makes and writes at a time.
+type piece struct {
+	bytes int64
+	// after says that the piece can only be made when all pieces of the object before it have been.
+	after bool
+	// make returns the bytes. They may lie in b, and are valid until b is used again.
+	make func(b *buffer) ([]byte, error)
 }
 
-// sink takes an object's bytes in order.
-type sink struct {
-	ctx    context.Context
-	object string
-	w      *artifact.ObjectWriter
-	off    int64
-	fault  func(object string, off int64) error
-}
-
-func (s *sink) write(p []byte) error {
-	if err := s.ctx.Err(); err != nil {
-		return err
-	}
-	if s.fault != nil {
-		if err := s.fault(s.object, s.off); err != nil {
-			return classify(IO, fmt.Errorf("writing %q: %w", s.object, err))
-		}
-	}
-	if _, err := s.w.Write(p); err != nil {
-		return classify(IO, err)
-	}
-	s.off += int64(len(p))
-	return nil
-}
-
-// pad writes zeros up to an offset of the object.
-func (s *sink) pad(off int64) error {
-	if off <= s.off {
-		return nil
-	}
-	return s.write(make([]byte, off-s.off))
-}
-
-// buffer is the memory of one worker, kept from object to object.
-type buffer struct{ source, codes, high, scales []byte }
+// buffer is the memory of one worker, kept from piece to piece.
+type buffer struct{ source, out, scales []byte }
 
 // sized returns *b with n bytes, grown if needed. Contents are undefined.
 func sized(b *[]byte, n int) []byte {
@@ -98,203 +38,233 @@ func sized(b *[]byte, n int) []byte {
 	return (*b)[:n]
 }
 
-// encode writes object i.
-func (c *conversion) encode(i int, out *sink, b *buffer) error {
-	spec := &c.specs[i]
-	s := &spec.Source
-	switch s.Op {
-	case arch.OpResource:
-		return out.write(c.resources[spec.ID])
-	case arch.OpBank:
-		return c.bank(i, out, b)
-	case arch.OpDivisors:
-		return out.write(floats(c.divisors[i]))
-	case arch.OpProposalIDs:
-		var words []byte
-		for _, id := range c.chosen {
-			words = binary.LittleEndian.AppendUint32(words, uint32(id))
+// job is an object in work. Its pieces are taken in order by any workers; their bytes enter the object's digest in order too, but
+// are made and written to disk side by side.
+type job struct {
+	index  int
+	object *artifact.Object
+	pieces []piece
+
+	// Guarded by the queue's mutex.
+	taken   int   // pieces given to workers
+	busy    int   // of these, the ones not yet written
+	written int   // pieces on disk
+	at      int64 // offset of the first piece not taken
+
+	mu      sync.Mutex // guards the members below
+	moved   *sync.Cond
+	turn    int // the piece that enters the digest next
+	stopped bool
+}
+
+// wait blocks until it is piece k's turn; it reports false if the work has failed elsewhere.
+func (j *job) wait(k int) bool {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	for j.turn != k && !j.stopped {
+		j.moved.Wait()
+	}
+	return !j.stopped
+}
+
+func (j *job) advance() {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.turn++
+	j.moved.Broadcast()
+}
+
+func (j *job) stop() {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.stopped = true
+	j.moved.Broadcast()
+}
+
+// queue gives out pieces, those of the first object first. So that one large object, whose digest is a single chain, does not make all
+// workers wait for each other, only some may be busy with it; the others begin with what follows.
+type queue struct {
+	c     *conversion
+	ctx   context.Context
+	limit int // workers on one object as long as there are others
+	start time.Time
+	all   int64
+
+	mu    sync.Mutex // guards the members below, and calls of Progress
+	next  int        // first object not begun
+	live  []*job     // begun, in order
+	err   error      // of the first piece among those that failed
+	first [2]int     // which one that is
+	done  int64      // bytes on disk
+	ended int        // finished objects
+	told  time.Time  // of the last unfinished step
+}
+
+// errStopped ends workers after an error elsewhere.
+var errStopped = errors.New("stopped")
+
+// write makes and writes all objects.
+func (c *conversion) write(ctx context.Context) error {
+	n := c.workers()
+	q := &queue{c: c, ctx: ctx, limit: max(2, n/2), start: time.Now()}
+	q.told = q.start
+	for _, o := range c.plan.Directory.Objects {
+		q.all += o.Bytes
+	}
+	var wg sync.WaitGroup
+	for range n {
+		wg.Go(q.work)
+	}
+	wg.Wait()
+	return q.err
+}
+
+// workers is how many pieces are in work at once: twice the cores, since reading and writing wait for disks.
+func (c *conversion) workers() int {
+	if c.Options.workers > 0 {
+		return c.Options.workers
+	}
+	return min(2*runtime.GOMAXPROCS(0), maxWorkers)
+}
+
+func (q *queue) work() {
+	b := new(buffer)
+	for {
+		j, k, off := q.take()
+		if j == nil {
+			return
 		}
-		return out.write(words)
-	case arch.OpCopy:
-		for t := range s.Tensors() {
-			if err := c.copy(t.Name, out, b); err != nil {
-				return err
+		if err := q.piece(j, k, off, b); err != nil {
+			q.fail(j, k, err)
+			return
+		}
+		q.wrote(j, k)
+	}
+}
+
+// take gives out a piece and its offset, or nil where there is nothing left to begin.
+func (q *queue) take() (*job, int, int64) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	for q.err == nil {
+		var some *job
+		for _, j := range q.live {
+			if j.taken == len(j.pieces) {
+				continue
+			}
+			if some == nil {
+				some = j
+			}
+			if j.busy < q.limit {
+				return j.take()
 			}
 		}
-		return nil
-	case arch.OpTranspose:
-		return c.transpose(spec, out, b)
-	case arch.OpWiden, arch.OpQuantize:
-		t, err := c.model.Tensor(s.Name)
-		if err != nil {
-			return &Error{Source, err}
-		}
-		return c.rows(spec, t, out, b, func(dst []byte, first, n int) error {
-			_, err := t.ReadAt(dst, int64(len(dst)/n)*int64(first))
-			return err
-		})
-	case arch.OpProposal:
-		t, err := c.model.Tensor(s.Name)
-		if err != nil {
-			return &Error{Source, err}
-		}
-		return c.rows(spec, t, out, b, func(dst []byte, first, n int) error {
-			row := len(dst) / n
-			for k := range n {
-				if _, err := t.ReadAt(dst[k*row:][:row], int64(row)*int64(c.chosen[first+k])); err != nil {
-					return err
-				}
+		if q.next == len(q.c.specs) {
+			if some == nil {
+				return nil, 0, 0
 			}
-			return nil
-		})
+			return some.take()
+		}
+		q.begin()
 	}
-	return fmt.Errorf("%q: no way to make it yet", spec.ID)
+	return nil, 0, 0
 }
 
-func floats(list []float32) []byte {
-	var out []byte
-	for _, x := range list {
-		out = binary.LittleEndian.AppendUint32(out, math.Float32bits(x))
-	}
-	return out
+// take needs the queue's mutex.
+func (j *job) take() (*job, int, int64) {
+	k, off := j.taken, j.at
+	j.taken++
+	j.busy++
+	j.at += j.pieces[k].bytes
+	return j, k, off
 }
 
-// copy writes a tensor's words.
-func (c *conversion) copy(name string, out *sink, b *buffer) error {
-	t, err := c.model.Tensor(name)
+// begin opens the next object; it needs the mutex.
+func (q *queue) begin() {
+	i := q.next
+	q.next++
+	j := &job{index: i, object: &q.c.plan.Directory.Objects[i]}
+	j.moved = sync.NewCond(&j.mu)
+	q.live = append(q.live, j)
+	var err error
+	if j.pieces, err = q.c.pieces(i); err == nil {
+		var n int64
+		for _, p := range j.pieces {
+			n += p.bytes
+		}
+		if n != j.object.Bytes {
+			err = fmt.Errorf("%q: %d bytes are made for %d", j.object.ID, n, j.object.Bytes)
+		}
+	}
 	if err != nil {
-		return &Error{Source, err}
+		q.failed(j, 0, err)
 	}
-	for off := int64(0); off < t.Size(); {
-		p := sized(&b.source, int(min(chunk, t.Size()-off)))
-		if _, err := t.ReadAt(p, off); err != nil {
-			return classify(Source, err)
-		}
-		if err := out.write(p); err != nil {
-			return err
-		}
-		off += int64(len(p))
-	}
-	return nil
 }
 
-// transpose writes [channels, 1, taps] as [taps, channels].
-func (c *conversion) transpose(spec *arch.Spec, out *sink, b *buffer) error {
-	t, err := c.model.Tensor(spec.Source.Name)
-	if err != nil {
-		return &Error{Source, err}
-	}
-	p := sized(&b.source, int(t.Size()))
-	if _, err := t.ReadAt(p, 0); err != nil {
-		return classify(Source, err)
-	}
-	taps, channels := spec.Shape[0], spec.Shape[1]
-	q := sized(&b.codes, len(p))
-	for i := range taps {
-		for j := range channels {
-			copy(q[2*(i*channels+j):][:2], p[2*(j*taps+i):])
-		}
-	}
-	return out.write(q)
-}
-
-// rows encodes BF16 rows that read supplies, in runs. Codes are written as they come; high bits and scales, a small part of the
-// object, are held until all codes are out, so that the object is written front to back.
-func (c *conversion) rows(spec *arch.Spec, t hf.Tensor, out *sink, b *buffer, read func(dst []byte, first, n int) error) error {
-	g, err := num.NewGeometry(spec.Format, spec.Layout, spec.Shape)
-	if err != nil {
-		return fmt.Errorf("%q: %w", spec.ID, err)
-	}
-	high, scales := sized(&b.high, int(g.High.Len)), sized(&b.scales, int(g.Scales.Len))
-	step := max(1, chunk/(2*g.Cols))
-	for first := 0; first < g.Rows; first += step {
-		n := min(step, g.Rows-first)
-		src := sized(&b.source, 2*g.Cols*n)
-		if err := read(src, first, n); err != nil {
-			return classify(Source, err)
-		}
-		span, err := g.RowSpans(first, first+n)
-		if err != nil {
-			return fmt.Errorf("%q: %w", spec.ID, err)
-		}
-		dst := num.RowBytes{First: first, N: n, Codes: sized(&b.codes, int(span.Codes.Len))}
-		dst.High = high[int64(first)*g.High.Stride:][:span.High.Len]
-		dst.Scales = scales[int64(first)*g.Scales.Stride:][:span.Scales.Len]
-		if err := g.EncodeRows(dst, src); err != nil {
-			return encodeError(t, spec.ID, err)
-		}
-		if err := out.write(dst.Codes); err != nil {
-			return err
-		}
-	}
-	for _, plane := range []struct {
-		num.PlaneSpec
-		data []byte
-	}{{g.High, high}, {g.Scales, scales}} {
-		if plane.Len == 0 {
-			continue
-		}
-		if err := out.pad(plane.Off); err != nil {
-			return err
-		}
-		if err := out.write(plane.data); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// bank copies ModelOpt experts: all codes, then all scale words in their places, then the divisors (artifact.md 2.4, 3.5).
-func (c *conversion) bank(i int, out *sink, b *buffer) error {
-	spec := &c.specs[i]
-	s := &spec.Source
-	g, err := num.NewGeometry(spec.Format, spec.Layout, spec.Shape)
-	if err != nil {
-		return fmt.Errorf("%q: %w", spec.ID, err)
-	}
-	for e := range s.Count {
-		for _, p := range s.Projections {
-			name, _, _, _ := s.Expert(e, p)
-			if err := c.copy(name, out, b); err != nil {
-				return err
-			}
-		}
-	}
-	if err := out.pad(g.Scales.Off); err != nil {
+// piece makes and writes one piece.
+func (q *queue) piece(j *job, k int, off int64, b *buffer) error {
+	if err := q.ctx.Err(); err != nil {
 		return err
 	}
-	rows, cols := s.Shape[0], s.Shape[1]
-	plane := sized(&b.scales, int(g.Scales.Len)/g.Experts)
-	words := sized(&b.source, rows*cols/16)
-	for e := range s.Count {
-		for k, p := range s.Projections {
-			_, name, _, _ := s.Expert(e, p)
-			t, err := c.model.Tensor(name)
-			if err != nil {
-				return &Error{Source, err}
-			}
-			if _, err := t.ReadAt(words, 0); err != nil {
-				return classify(Source, err)
-			}
-			for j, w := range words {
-				if w >= 0x7f { // a sign, or not a number: S13
-					return fail(Source, "%s: tensor %q: scale word 0x%02x of row %d group %d is negative or not a number",
-						t.File, name, w, j/(cols/16), j%(cols/16))
-				}
-			}
-			num.SwizzleScales(plane, words, k*rows, rows, cols)
-		}
-		if err := out.write(plane); err != nil {
-			return err
-		}
+	p := &j.pieces[k]
+	if p.after && !j.wait(k) {
+		return errStopped
 	}
-	if err := out.pad(g.Divisors.Off); err != nil {
+	data, err := p.make(b)
+	if err != nil {
 		return err
 	}
-	return out.write(floats(c.divisors[i]))
+	if q.c.fault != nil {
+		if err := q.c.fault(j.object.ID, off); err != nil {
+			return classify(IO, fmt.Errorf("writing %q: %w", j.object.ID, err))
+		}
+	}
+	if !j.wait(k) {
+		return errStopped
+	}
+	return classify(IO, q.c.writer.WriteInTurn(j.object.ID, off, data, j.advance))
 }
 
-// encodeError is a source value that a quantizer cannot take (S14) or a group that it cannot scale (S15).
-func encodeError(t hf.Tensor, object string, err error) error {
-	return fail(Encode, "%s: tensor %q as %q: %w", t.File, t.Name, object, err)
+// wrote notes a finished piece and tells of progress: of every object, and once a second of one that takes long.
+func (q *queue) wrote(j *job, k int) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.done += j.pieces[k].bytes
+	j.busy--
+	j.written++
+	whole := j.written == len(j.pieces)
+	if whole {
+		q.ended++
+		for i, o := range q.live {
+			if o == j {
+				q.live = append(q.live[:i], q.live[i+1:]...)
+				break
+			}
+		}
+	}
+	if q.c.Progress == nil || !whole && time.Since(q.told) < time.Second {
+		return
+	}
+	q.told = time.Now()
+	s := Step{Index: q.ended, Total: len(q.c.specs), Name: j.object.ID, Bytes: j.object.Bytes, Done: q.done, All: q.all, Elapsed: time.Since(q.start)}
+	if !whole {
+		s.Partial = true
+	}
+	q.c.Progress(s)
+}
+
+func (q *queue) fail(j *job, k int, err error) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.failed(j, k, err)
+}
+
+// failed keeps the error of the first piece and stops all work; it needs the mutex.
+func (q *queue) failed(j *job, k int, err error) {
+	if at := [2]int{j.index, k}; !errors.Is(err, errStopped) && (q.err == nil || at[0] < q.first[0] || at[0] == q.first[0] && at[1] < q.first[1]) {
+		q.err, q.first = err, at
+	}
+	for _, j := range q.live {
+		j.stop()
+	}
 }
