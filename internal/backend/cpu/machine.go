@@ -23,6 +23,11 @@ type Options struct {
 	Verify int // most rows of one lane in a Verify pass
 	Carry  int // most rows a launch can leave carried: at least the largest prefill chunk when a drafter runs
 	Stored bool
+
+	// Threads is the number of workers of a fast device, 0 for one a processor that Go may use.
+	Threads int
+	// Level is the instruction set of a fast device.
+	Level Level
 }
 
 // value is the element type of an implementation: the oracle computes in float64, the fast path in float32.
@@ -30,7 +35,13 @@ type value interface{ float32 | float64 }
 
 // operations is one implementation of the operations on a machine.
 type operations[T value] interface {
-	run(p *pass[T], op backend.Op) error
+	// prepare returns what runs op in the passes of a step.
+	prepare(s *step[T], op backend.Op) (func(*pass[T]) error, error)
+	// recorded is the number of values that a Verify pass leaves for one row of a Fixed state.
+	recorded(s backend.State) int
+	// fold brings a Fixed state from before the recorded rows to after them; there is at least one.
+	fold(s backend.State, state, records []T)
+	close()
 }
 
 // machine is the part of a device that all implementations share: images, records, the walk through a program.
@@ -50,13 +61,13 @@ type image[T value] struct {
 	carried int // rows waiting for the drafter
 	states  [][]T
 
-	// A Verify pass leaves what each Fixed state is after each of its rows in records[row][state].
-	records [][][]T
-	rows    int      // rows recorded and not yet folded
-	keep    int      // of them, how many the commit keeps
-	chained int      // draft rows appended beyond the drafter's length since the last target pass
-	chain   []T      // the streams after the last draft row
-	stood   [3]int32 // and the position of that row
+	// A Verify pass leaves the Fixed states alone and puts what it takes to bring them forward into records[state], row after row.
+	records  [][]T
+	keep     int         // recorded rows that the commit keeps and the next pass folds
+	chained  int         // draft rows appended beyond the drafter's length since the last target pass
+	chain    []T         // the streams after the last draft row
+	stood    [3]int32    // and the position of that row
+	launched backend.Seq // the last launch that used this lane, to find one given twice
 }
 
 func newMachine[T value](opt Options, ops operations[T]) *machine[T] {
@@ -72,23 +83,15 @@ func newMachine[T value](opt Options, ops operations[T]) *machine[T] {
 
 func (m *machine[T]) newImage(lane bool) *image[T] {
 	img := &image[T]{}
-	for i := range m.opt.States {
+	for i, s := range m.opt.States {
 		img.states = append(img.states, make([]T, m.stateSize(backend.StateID(i))))
+		var r []T
+		if lane && s.Kind == backend.Fixed {
+			r = make([]T, m.opt.Verify*m.ops.recorded(s))
+		}
+		img.records = append(img.records, r)
 	}
 	m.empty(img)
-	if lane {
-		for range m.opt.Verify {
-			var rec [][]T
-			for i, s := range m.opt.States {
-				var r []T
-				if s.Kind == backend.Fixed {
-					r = make([]T, m.stateSize(backend.StateID(i)))
-				}
-				rec = append(rec, r)
-			}
-			img.records = append(img.records, rec)
-		}
-	}
 	return img
 }
 
@@ -127,22 +130,25 @@ func (m *machine[T]) live(img *image[T], id backend.StateID) int {
 }
 
 // flush folds the kept records into the image and forgets drafts.
-func (img *image[T]) flush() {
+func (m *machine[T]) flush(img *image[T]) {
 	if img.keep > 0 {
-		for id, r := range img.records[img.keep-1] {
-			if r != nil {
-				img.states[id], img.records[img.keep-1][id] = r, img.states[id]
+		for id, s := range m.opt.States {
+			if s.Kind == backend.Fixed {
+				m.ops.fold(s, img.states[id], img.records[id][:img.keep*m.ops.recorded(s)])
 			}
 		}
 	}
-	img.rows, img.keep, img.chained = 0, 0, 0
+	img.keep, img.chained, img.chain = 0, 0, img.chain[:0]
 }
 
-// step is a compiled program: the list itself, and room for its activations.
+// step is a compiled program: what runs each operation, and room for activations and for a launch.
 type step[T value] struct {
 	program *backend.Program
+	run     []func(*pass[T]) error
 	bufs    [][]T
-	ready   map[backend.Buf]bool
+	carries bool            // some operation leaves carried rows
+	stem    backend.StateID // positions of the carried rows, for a drafter's pass
+	pass    pass[T]
 }
 
 func (s *step[T]) Pass() backend.Pass { return s.program.Pass }
@@ -154,6 +160,30 @@ func (m *machine[T]) Compile(p *backend.Program) (backend.Step, error) {
 	s := &step[T]{program: p}
 	for _, b := range p.Bufs {
 		s.bufs = append(s.bufs, make([]T, p.Pass.Rows*b.Width))
+	}
+	stem := false
+	for _, op := range p.Ops {
+		run, err := m.ops.prepare(s, op)
+		if err != nil {
+			return nil, fmt.Errorf("cpu: compile %v: %v: %w", p.Pass.Kind, op, err)
+		}
+		s.run = append(s.run, run)
+		switch op := op.(type) {
+		case backend.Carry:
+			s.carries = true
+		case backend.Stem:
+			s.stem, stem = op.Positions, true
+		}
+	}
+	if drafting := p.Pass.Kind == backend.Draft || p.Pass.Kind == backend.Seed; drafting != stem {
+		return nil, fmt.Errorf("cpu: compile %v: a drafter's pass has a stem and no other has", p.Pass.Kind)
+	}
+	s.pass = pass[T]{
+		m: m, step: s, kind: p.Pass.Kind,
+		lanes:   make([]lane[T], 0, p.Pass.Lanes),
+		rows:    make([]row, 0, p.Pass.Rows),
+		pending: make([]backend.Buf, len(p.Bufs)),
+		result:  backend.Result{Lanes: make([]backend.LaneResult, 0, p.Pass.Lanes)},
 	}
 	return s, nil
 }
@@ -182,8 +212,8 @@ type pass[T value] struct {
 	kind    backend.Kind
 	lanes   []lane[T]
 	rows    []row
-	pending map[backend.Buf]backend.Buf // streams with an injection waiting: X to Y
-	result  *backend.Result
+	pending []backend.Buf // of each streams buffer: 1 + the block output whose injection waits, 0 for none
+	result  backend.Result
 }
 
 // buf returns the activation b of the rows of the pass, and its width.
@@ -192,82 +222,88 @@ func (p *pass[T]) buf(b backend.Buf) ([]T, int) {
 	return p.step.bufs[b][:len(p.rows)*w], w
 }
 
-// fixed returns a Fixed state before and after row r of its lane. Outside a Verify pass both are the same memory.
-func (p *pass[T]) fixed(id backend.StateID, r row) (before, after []T) {
-	img := p.lanes[r.lane].img
-	if p.kind != backend.Verify {
-		return img.states[id], img.states[id]
+// pend leaves y as the pending injection of streams x.
+func (p *pass[T]) pend(x, y backend.Buf) { p.pending[x] = y + 1 }
+
+// drop forgets the pending injection of streams x.
+func (p *pass[T]) drop(x backend.Buf) { p.pending[x] = 0 }
+
+// injection returns the pending injection of streams x.
+func (p *pass[T]) injection(x backend.Buf) (y backend.Buf, ok bool) {
+	if p.pending[x] == 0 {
+		return 0, false
 	}
-	before = img.states[id]
-	if r.index > 0 {
-		before = img.records[r.index-1][id]
-	}
-	return before, img.records[r.index][id]
+	return p.pending[x] - 1, true
 }
 
-// state returns a PerToken or PerBlock plane, or the carried rows, of row r's lane.
+// drafting reports whether the rows are the drafter's.
+func (p *pass[T]) drafting() bool { return p.kind == backend.Draft || p.kind == backend.Seed }
+
+// state returns a state of row r's lane.
 func (p *pass[T]) state(id backend.StateID, r row) []T { return p.lanes[r.lane].img.states[id] }
 
 func (m *machine[T]) Launch(st backend.Step, c *backend.Control) (backend.Seq, error) {
 	s, ok := st.(*step[T])
-	if !ok || m.closed {
+	if !ok || m.closed || s.pass.m != m {
 		return 0, fmt.Errorf("cpu: launch: step of another device, or device closed")
 	}
-	p := &pass[T]{m: m, step: s, kind: s.program.Pass.Kind, pending: map[backend.Buf]backend.Buf{}, result: &backend.Result{}}
+	p := &s.pass
+	m.seq++
 	if err := p.begin(c); err != nil {
 		return 0, fmt.Errorf("cpu: launch %v: %w", p.kind, err)
 	}
-	for _, op := range s.program.Ops {
-		if err := m.ops.run(p, op); err != nil {
-			return 0, fmt.Errorf("cpu: %v: %v: %w", p.kind, op, err)
+	for i, run := range s.run {
+		if err := run(p); err != nil {
+			return 0, fmt.Errorf("cpu: %v: %v: %w", p.kind, s.program.Ops[i], err)
 		}
 	}
 	p.end()
-	m.seq++
-	m.result = *p.result
+	m.result = p.result
 	return m.seq, nil
 }
 
 // begin checks the control block and lays out the rows.
 func (p *pass[T]) begin(c *backend.Control) error {
-	drafting := p.kind == backend.Draft || p.kind == backend.Seed
 	if len(c.Lanes) == 0 || len(c.Lanes) > p.step.program.Pass.Lanes {
 		return fmt.Errorf("%d lanes for a step of %d", len(c.Lanes), p.step.program.Pass.Lanes)
 	}
-	used := map[int]bool{}
+	p.lanes, p.rows = p.lanes[:0], p.rows[:0]
+	clear(p.pending)
+	drafting := p.drafting()
 	for i := range c.Lanes {
 		in := &c.Lanes[i]
 		n := len(in.Tokens)
-		if in.Lane < 0 || in.Lane >= len(p.m.lanes) || used[in.Lane] {
+		if in.Lane < 0 || in.Lane >= len(p.m.lanes) || p.m.lanes[in.Lane].launched == p.m.seq {
 			return fmt.Errorf("lane %d given twice or outside 0..%d", in.Lane, len(p.m.lanes)-1)
 		}
-		used[in.Lane] = true
 		img := p.m.lanes[in.Lane]
+		img.launched = p.m.seq
 		if n == 0 || !drafting && len(in.Positions) != n || len(p.rows)+n > p.step.program.Pass.Rows {
 			return fmt.Errorf("lane %d: %d tokens, %d positions, room for %d rows", in.Lane, n, len(in.Positions), p.step.program.Pass.Rows-len(p.rows))
 		}
 		if p.kind == backend.Verify && n > p.m.opt.Verify {
 			return fmt.Errorf("lane %d: %d rows to verify, room for %d", in.Lane, n, p.m.opt.Verify)
 		}
-		if !drafting {
-			img.flush()
+		if p.kind == backend.Decode && n != 1 {
+			return fmt.Errorf("lane %d: %d rows to decode, need one", in.Lane, n)
 		}
 		base := img.length
 		if drafting {
 			base = img.length - img.carried + img.chained
 			switch {
-			case in.Chain && (n != 1 || img.chained == 0 && img.chain == nil):
+			case in.Chain && (n != 1 || len(img.chain) == 0):
 				return fmt.Errorf("lane %d: a chained draft has one row and follows a draft", in.Lane)
 			case !in.Chain && n > img.carried:
 				return fmt.Errorf("lane %d: %d rows, %d carried", in.Lane, n, img.carried)
 			}
+		} else {
+			p.m.flush(img)
+			if p.step.carries && img.carried+n > p.m.opt.Carry {
+				return fmt.Errorf("lane %d: %d rows on top of %d carried, room for %d", in.Lane, n, img.carried, p.m.opt.Carry)
+			}
 		}
 		if base+n > p.m.opt.Tokens {
 			return fmt.Errorf("lane %d: %d tokens do not fit an image of %d", in.Lane, base+n, p.m.opt.Tokens)
-		}
-		var carried []T
-		if drafting {
-			carried = img.states[p.stem().Positions]
 		}
 		p.lanes = append(p.lanes, lane[T]{img: img, in: in, first: len(p.rows), base: base})
 		for j, t := range in.Tokens {
@@ -279,7 +315,7 @@ func (p *pass[T]) begin(c *backend.Control) error {
 				r.position = [3]int32{img.stood[0] + 1, img.stood[1] + 1, img.stood[2] + 1}
 			default:
 				for a := range r.position {
-					r.position[a] = int32(carried[3*j+a])
+					r.position[a] = int32(img.states[p.step.stem][3*j+a])
 				}
 			}
 			p.rows = append(p.rows, r)
@@ -292,49 +328,46 @@ func (p *pass[T]) begin(c *backend.Control) error {
 func (p *pass[T]) end() {
 	for i := range p.lanes {
 		img, n := p.lanes[i].img, len(p.lanes[i].in.Tokens)
-		switch p.kind {
-		case backend.Draft, backend.Seed:
-			img.stood = p.rows[p.lanes[i].first+n-1].position
-			if p.lanes[i].in.Chain {
-				img.chained++
-				break
-			}
-			for id, s := range p.m.opt.States {
-				if s.Kind == backend.Carried {
-					copy(img.states[id], img.states[id][n*s.Width:img.carried*s.Width])
-				}
-			}
-			img.carried -= n
-		default:
+		if !p.drafting() {
 			img.length += n
-			if p.carries() {
+			if p.step.carries {
 				img.carried += n
 			}
 			if p.kind == backend.Verify {
-				img.rows, img.keep = n, n
+				img.keep = n
+			}
+			continue
+		}
+		img.stood = p.rows[p.lanes[i].first+n-1].position
+		if p.lanes[i].in.Chain {
+			img.chained++
+			continue
+		}
+		for id, s := range p.m.opt.States {
+			if s.Kind == backend.Carried {
+				copy(img.states[id], img.states[id][n*s.Width:img.carried*s.Width])
 			}
 		}
+		img.carried -= n
 	}
 }
 
-// stem is the operation that starts a drafter's pass.
-func (p *pass[T]) stem() backend.Stem {
-	for _, op := range p.step.program.Ops {
-		if s, ok := op.(backend.Stem); ok {
-			return s
+// carry copies the streams, already materialised, into the carried rows; of a drafter's pass only the last row, apart from them.
+func (p *pass[T]) carry(op backend.Carry) {
+	x, width := p.buf(op.X.X)
+	for r, row := range p.rows {
+		img := p.lanes[row.lane].img
+		src := x[r*width : (r+1)*width]
+		if p.drafting() {
+			img.chain = append(img.chain[:0], src...)
+			continue
+		}
+		at := img.carried + row.index
+		copy(img.states[op.Out][at*width:], src)
+		for a, v := range row.position {
+			img.states[op.Positions][at*3+a] = T(v)
 		}
 	}
-	panic("cpu: drafter's pass without a stem")
-}
-
-// carries reports whether the program leaves carried rows.
-func (p *pass[T]) carries() bool {
-	for _, op := range p.step.program.Ops {
-		if _, ok := op.(backend.Carry); ok {
-			return true
-		}
-	}
-	return false
 }
 
 func (m *machine[T]) Wait(s backend.Seq) (backend.Result, error) {
@@ -375,7 +408,7 @@ func (m *machine[T]) Reset(i backend.Image) error {
 	if err != nil {
 		return err
 	}
-	img.length, img.carried, img.rows, img.keep, img.chained = 0, 0, 0, 0, 0
+	img.length, img.carried, img.keep, img.chained, img.chain = 0, 0, 0, 0, img.chain[:0]
 	m.empty(img)
 	return nil
 }
@@ -400,12 +433,12 @@ func (m *machine[T]) Move(dst, src backend.Image) error {
 	if err != nil {
 		return err
 	}
-	s.flush()
-	d.flush()
+	m.flush(s)
 	if d == s {
 		return nil
 	}
 	d.length, d.carried = s.length, s.carried
+	d.keep, d.chained, d.chain = 0, 0, d.chain[:0]
 	for id := range m.opt.States {
 		n := m.live(s, backend.StateID(id))
 		copy(d.states[id][:n], s.states[id][:n])
@@ -422,6 +455,9 @@ func (m *machine[T]) Lengths(i backend.Image) backend.Lengths {
 }
 
 func (m *machine[T]) Close() error {
+	if !m.closed {
+		m.ops.close()
+	}
 	m.closed, m.lanes, m.saved = true, nil, nil
 	return nil
 }

@@ -23,6 +23,33 @@ type oracle struct {
 	round func(float64) float64
 }
 
+func (o *oracle) prepare(_ *step[float64], op backend.Op) (func(*pass[float64]) error, error) {
+	return func(p *pass[float64]) error { return o.run(p, op) }, nil
+}
+
+// A record is the whole state after its row.
+func (o *oracle) recorded(s backend.State) int { return s.Rows * s.Width }
+
+func (o *oracle) fold(_ backend.State, state, records []float64) {
+	copy(state, records[len(records)-len(state):])
+}
+
+func (o *oracle) close() {}
+
+// fixed returns a Fixed state before and after row r of its lane. Outside a Verify pass both are the same memory.
+func (o *oracle) fixed(p *pass[float64], id backend.StateID, r row) (before, after []float64) {
+	img := p.lanes[r.lane].img
+	before = img.states[id]
+	if p.kind != backend.Verify {
+		return before, before
+	}
+	n := len(before)
+	if r.index > 0 {
+		before = img.records[id][(r.index-1)*n : r.index*n]
+	}
+	return before, img.records[id][r.index*n : (r.index+1)*n]
+}
+
 func (o *oracle) run(p *pass[float64], op backend.Op) error {
 	switch op := op.(type) {
 	case backend.Embed:
@@ -34,7 +61,7 @@ func (o *oracle) run(p *pass[float64], op backend.Op) error {
 	case backend.Mix:
 		o.mix(p, op)
 	case backend.Defer:
-		p.pending[op.X.X] = op.Y
+		p.pend(op.X.X, op.Y)
 	case backend.GDN:
 		o.gdn(p, op)
 	case backend.QSA:
@@ -44,7 +71,8 @@ func (o *oracle) run(p *pass[float64], op backend.Op) error {
 	case backend.Stem:
 		o.stem(p, op)
 	case backend.Carry:
-		return o.carry(p, op)
+		o.inject(p, op.X)
+		p.carry(op)
 	case backend.Head:
 		o.head(p, op)
 	case backend.Tap:
@@ -152,12 +180,12 @@ func (o *oracle) embed(p *pass[float64], op backend.Embed) {
 			copy(dst[s:s+h], dst[:h])
 		}
 	}
-	delete(p.pending, op.X.X)
+	p.drop(op.X.X)
 }
 
 // inject adds a pending injection to the streams: X[s] += inject[s] * y.
 func (o *oracle) inject(p *pass[float64], s backend.Streams) {
-	y, ok := p.pending[s.X]
+	y, ok := p.injection(s.X)
 	if !ok {
 		return
 	}
@@ -165,7 +193,7 @@ func (o *oracle) inject(p *pass[float64], s backend.Streams) {
 		x, _ := p.buf(s.X)
 		x[i] = v
 	})
-	delete(p.pending, s.X)
+	p.drop(s.X)
 }
 
 func (o *oracle) injected(p *pass[float64], s backend.Streams, y backend.Buf, put func(int, float64)) {
@@ -244,35 +272,13 @@ func (o *oracle) stem(p *pass[float64], op backend.Stem) {
 	for i := range x {
 		x[i] = o.round(hidden[i] + e[i/width*h+i%h])
 	}
-	delete(p.pending, op.X.X)
-}
-
-func (o *oracle) carry(p *pass[float64], op backend.Carry) error {
-	o.inject(p, op.X)
-	x, width := p.buf(op.X.X)
-	for r, row := range p.rows {
-		l := &p.lanes[row.lane]
-		src := x[r*width : (r+1)*width]
-		if p.kind == backend.Draft || p.kind == backend.Seed {
-			l.img.chain = append(l.img.chain[:0], src...)
-			continue
-		}
-		at := (l.img.carried + row.index) * width
-		if at+width > len(l.img.states[op.Out]) {
-			return fmt.Errorf("lane %d carries more than %d rows", l.in.Lane, p.m.opt.Carry)
-		}
-		copy(l.img.states[op.Out][at:], src)
-		for a, v := range row.position {
-			l.img.states[op.Positions][(l.img.carried+row.index)*3+a] = float64(v)
-		}
-	}
-	return nil
+	p.drop(op.X.X)
 }
 
 func (o *oracle) tap(p *pass[float64], op backend.Tap) {
 	x, width := p.buf(op.X.X)
 	x = append([]float64(nil), x...)
-	if y, ok := p.pending[op.X.X]; ok {
+	if y, ok := p.injection(op.X.X); ok {
 		o.injected(p, op.X, y, func(i int, v float64) { x[i] = v })
 	}
 	for r, row := range p.rows {
@@ -288,6 +294,7 @@ func (o *oracle) tap(p *pass[float64], op backend.Tap) {
 // head computes logits[n] = w[n]·x. A pick is the largest logit rounded to BF16 among the real ids, the lowest id on ties.
 func (o *oracle) head(p *pass[float64], op backend.Head) {
 	in, h := p.buf(op.In)
+	p.result = backend.Result{}
 	for _, l := range p.lanes {
 		var res backend.LaneResult
 		first, n := l.first, len(l.in.Tokens)
@@ -313,6 +320,7 @@ func (o *oracle) head(p *pass[float64], op backend.Head) {
 	}
 }
 
+// pick returns the id of the winner, -1 if no row has a real id. NaN never wins over a number.
 func pick[T value](logits []T, w *backend.HeadWeights) int32 {
 	best, id := math.Inf(-1), int32(-1)
 	for i, v := range logits {
@@ -322,7 +330,10 @@ func pick[T value](logits []T, w *backend.HeadWeights) int32 {
 		}
 		b := num.RoundBF16(float64(v))
 		if int(t) < w.IDs && (b > best || b == best && t < id || id < 0) {
-			best, id = b, t
+			id = t
+			if b == b {
+				best = b
+			}
 		}
 	}
 	return id

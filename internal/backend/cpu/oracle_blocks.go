@@ -44,7 +44,7 @@ func (o *oracle) gdn(p *pass[float64], op backend.GDN) {
 	kd, vd, group := w.KeyHeads*w.Dim, w.ValueHeads*w.Dim, w.ValueHeads/w.KeyHeads
 	gated := make([]float64, len(p.rows)*vd)
 	for r, row := range p.rows {
-		before, after := p.fixed(op.Window, row)
+		before, after := o.fixed(p, op.Window, row)
 		x := slices.Concat(q[r*kd:(r+1)*kd], k[r*kd:(r+1)*kd], v[r*vd:(r+1)*vd])
 		x = convolve(w.Conv, 1, before, after, x)
 		for i := range x {
@@ -60,7 +60,7 @@ func (o *oracle) gdn(p *pass[float64], op backend.GDN) {
 				head[i] *= s
 			}
 		}
-		before, after = p.fixed(op.Matrix, row)
+		before, after = o.fixed(p, op.Matrix, row)
 		parallel(w.ValueHeads, func(first, end int) {
 			for head := first; head < end; head++ {
 				qh := x[head/group*w.Dim:][:w.Dim]

@@ -106,11 +106,11 @@ func (o *oracle) pleJoin(p *pass[float64], op backend.PLEJoin) {
 		}
 		groupNorm(vn, v, nc, h, w.Eps)
 		o.roundAll(vn)
-		before, after := p.fixed(op.Window, row)
+		before, after := o.fixed(p, op.Window, row)
 		for i, c := range convolve(w.Conv, w.Dilation, before, after, vn) {
 			line[i] = o.round(line[i] + v[i] + silu(c))
 		}
-		before, after = p.fixed(op.History, row)
+		before, after = o.fixed(p, op.History, row)
 		copy(after, before[1:])
 		after[len(after)-1] = float64(row.token)
 	}
