@@ -142,7 +142,10 @@ func Run(ctx context.Context, b *engine.Batch, t Test, o Options) (Row, error) {
 	}
 	var prefill, decode []float64
 	for i := range o.Warmup + o.Repetitions {
-		out, err := generate(ctx, b, engine.Request{Prompt: prompt, MaxNew: t.Gen + 1, Draft: o.Draft})
+		out, err := b.Run(ctx, engine.Request{Prompt: prompt, MaxNew: t.Gen + 1, Draft: o.Draft})
+		if err == nil {
+			err = ctx.Err()
+		}
 		if err != nil {
 			return row, fmt.Errorf("bench: %s: %w", row.Test, err)
 		}
@@ -169,25 +172,6 @@ func Run(ctx context.Context, b *engine.Batch, t Test, o Options) (Row, error) {
 		row.Decode = rate(decode)
 	}
 	return row, nil
-}
-
-// generate runs one request to its end.
-func generate(ctx context.Context, b *engine.Batch, req engine.Request) (engine.Outcome, error) {
-	var out engine.Outcome
-	var ended error
-	done := false
-	if err := b.Add(ctx, 1, req, nil, func(o engine.Outcome, err error) { out, ended, done = o, err, true }); err != nil {
-		return out, err
-	}
-	for !done {
-		if _, err := b.Step(); err != nil {
-			return out, err
-		}
-	}
-	if ended == nil && ctx.Err() != nil {
-		ended = ctx.Err()
-	}
-	return out, ended
 }
 
 func (s *Speculation) add(e engine.Stats) {

@@ -16,7 +16,6 @@ import (
 	"text/tabwriter"
 
 	"ninfer/internal/bench"
-	"ninfer/internal/engine"
 )
 
 type benchCommand struct {
@@ -109,17 +108,11 @@ func (c *benchCommand) Run(e *environment) error {
 	if err != nil {
 		return err
 	}
-	lane, err := f.lane(e, m)
+	batch, dev, err := f.engine(e, m, 1, 0)
 	if err != nil {
 		return err
 	}
-	defer lane.Runner.Dev.Close()
-	batch, err := engine.NewBatch(lane.Runner, engine.BatchOptions{
-		Limits: engine.Limits{Lanes: 1, Pages: (f.MaxContext + engine.PageTokens - 1) / engine.PageTokens}, Context: f.MaxContext,
-	})
-	if err != nil {
-		return err
-	}
+	defer dev.Close()
 	report := benchReport{
 		Device: "cpu", Threads: runtime.GOMAXPROCS(0), Version: version(), Artifact: filepath.Base(c.Weights), Bytes: l.store.File.FileBytes(),
 		Context: f.MaxContext, KVDtype: f.KVDtype, Drafting: f.Spec != "", Window: f.DraftTokens,

@@ -54,8 +54,6 @@ func (f *modelFlags) check(lanes int) error {
 		return usagef("--spec mtp needs --draft-tokens 1 to 5")
 	case f.DraftPolicy != "fixed" && f.DraftPolicy != "adaptive":
 		return usagef("--draft-policy %s: need fixed or adaptive", f.DraftPolicy)
-	case f.DraftPolicy == "adaptive":
-		return usagef("--draft-policy adaptive: not in this build; use fixed")
 	case f.Vision:
 		return usagef("--vision: this build has no media support")
 	}
@@ -70,8 +68,7 @@ func (f *modelFlags) checkCapacity(lanes int) error {
 	if f.KVCapacity == "" || f.KVCapacity == "auto" {
 		return nil
 	}
-	const page = 64
-	most := lanes * ((f.MaxContext + page - 1) / page) * page
+	most := lanes * pagesOf(f.MaxContext) * engine.PageTokens
 	n, err := strconv.Atoi(f.KVCapacity)
 	if err != nil || n < f.MaxContext || n > most {
 		return usagef("--kv-capacity is %s, need auto or %d to %d: one full context to %d of them", f.KVCapacity, f.MaxContext, most, lanes)
@@ -94,22 +91,39 @@ func (f *modelFlags) options() model.Options {
 	return model.Options{Drafter: f.Spec != "", Proposal: f.LMHeadDraft}
 }
 
-// lane makes a device with one lane for the model and a generator on it. Close the lane's device after use.
-func (f *modelFlags) lane(e *environment, m *model.Model) (*engine.Lane, error) {
+// engine makes a device with so many lanes for the model, and a batch on it that lets so many requests wait. Close the device after use.
+func (f *modelFlags) engine(e *environment, m *model.Model, lanes, pending int) (*engine.Batch, backend.Device, error) {
 	if most := m.Config.Text.MaxPositions; f.MaxContext > most {
-		return nil, usagef("--max-context is %d, the model has %d positions", f.MaxContext, most)
+		return nil, nil, usagef("--max-context is %d, the model has %d positions", f.MaxContext, most)
 	}
 	if f.Device == "" {
 		e.say("no GPU backend in this build: running on the CPU")
 	}
+	pages := lanes * pagesOf(f.MaxContext)
+	if n, err := strconv.Atoi(f.KVCapacity); err == nil {
+		pages = pagesOf(n)
+	}
 	chunk := min(f.PrefillChunk, f.MaxContext)
-	dev := openCPU(m, f.MaxContext, f.DraftTokens+1, chunk)
-	return &engine.Lane{Runner: model.NewRunner(m, dev, chunk), Context: f.MaxContext}, nil
+	dev := openCPU(m, lanes, f.MaxContext, f.DraftTokens+1, chunk)
+	b, err := engine.NewBatch(model.NewRunner(m, dev, chunk), engine.BatchOptions{
+		Limits:  engine.Limits{Lanes: lanes, Pages: pages, Pending: pending, GapRows: min(chunk, gapRows), Passes: lanes},
+		Context: f.MaxContext, Adaptive: f.DraftPolicy == "adaptive",
+	})
+	if err != nil {
+		dev.Close()
+		return nil, nil, err
+	}
+	return b, dev, nil
 }
 
-// openCPU returns a CPU device with one lane: room for tokens, so many rows in a round, and a prompt's chunk waiting for the drafter.
-func openCPU(m *model.Model, tokens, round, chunk int) backend.Device {
-	return cpu.NewOracle(cpu.Options{States: m.States, Lanes: 1, Tokens: tokens, Verify: round, Carry: chunk + round})
+// gapRows is the most prompt rows of a pass while other sequences are generating.
+const gapRows = 256
+
+func pagesOf(tokens int) int { return (tokens + engine.PageTokens - 1) / engine.PageTokens }
+
+// openCPU returns a CPU device: lanes with room for tokens, so many rows in a round, and a prompt's chunk waiting for the drafter.
+func openCPU(m *model.Model, lanes, tokens, round, chunk int) backend.Device {
+	return cpu.NewOracle(cpu.Options{States: m.States, Lanes: lanes, Tokens: tokens, Verify: round, Carry: chunk + round})
 }
 
 // samplingFlags are the options of run and serve that shape the draw. Nil is the default of the model and mode.

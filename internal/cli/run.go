@@ -93,11 +93,11 @@ func (c *runCommand) Run(e *environment) error {
 	if err != nil {
 		return err
 	}
-	lane, err := c.lane(e, m)
+	batch, dev, err := c.engine(e, m, 1, 0)
 	if err != nil {
 		return err
 	}
-	defer lane.Runner.Dev.Close()
+	defer dev.Close()
 	prepared := time.Since(prepare)
 
 	out := &printer{answer: e.out, reasoning: e.err}
@@ -118,7 +118,7 @@ func (c *runCommand) Run(e *environment) error {
 	if out.decoder, err = decode.New(l.tokenizer, opt); err != nil {
 		return usageError{err}
 	}
-	res, err := lane.Generate(e.ctx, engine.Request{
+	res, err := batch.Run(e.ctx, engine.Request{
 		Prompt: ids, MaxNew: c.MaxNew, Sampling: c.sampling(thinking), Watcher: out, Draft: c.DraftTokens,
 	})
 	if errors.Is(err, engine.ErrPromptTooLong) {

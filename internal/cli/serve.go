@@ -15,6 +15,7 @@ import (
 	"syscall"
 	"time"
 
+	"ninfer/internal/backend"
 	"ninfer/internal/engine"
 	"ninfer/internal/front"
 	"ninfer/internal/server"
@@ -30,7 +31,7 @@ type serveCommand struct {
 	CORS       bool   `name:"cors" help:"Let pages of any origin use the server."`
 	ModelID    string `name:"model-id" placeholder:"ID" help:"Public model name. Default: the artifact's name."`
 
-	MaxConcurrency        int   `default:"1" placeholder:"C" help:"Sequences at a time, 1 to 8; this build runs one at a time."`
+	MaxConcurrency        int   `default:"1" placeholder:"C" help:"Sequences at a time, 1 to 8."`
 	MaxPendingRequests    int   `default:"16" placeholder:"N" help:"Requests that may wait."`
 	PendingTimeoutMS      int64 `name:"pending-timeout-ms" default:"30000" placeholder:"N" help:"Longest wait for a turn."`
 	DefaultMaxTokens      int   `default:"8192" placeholder:"N" help:"Output limit of requests that give none."`
@@ -244,10 +245,10 @@ func (c *serveCommand) Run(e *environment) error {
 		<-served
 		return o.err
 	}
-	defer o.lane.Runner.Dev.Close()
+	defer o.dev.Close()
 	s.Ready(server.Model{
 		Front: o.front, Draft: c.DraftTokens,
-		Queue: engine.NewQueue(o.lane, c.MaxConcurrency+c.MaxPendingRequests, time.Duration(c.PendingTimeoutMS)*time.Millisecond),
+		Queue: engine.NewQueue(o.batch, c.MaxConcurrency+c.MaxPendingRequests, time.Duration(c.PendingTimeoutMS)*time.Millisecond),
 	})
 	address := "http://" + listener.Addr().String()
 	if c.Port == 0 && !log.Enabled(ctx, slog.LevelInfo) {
@@ -258,9 +259,6 @@ func (c *serveCommand) Run(e *environment) error {
 		"concurrency", c.MaxConcurrency, "waiting places", c.MaxPendingRequests, "drafts", c.DraftTokens,
 		"temperature", defaults.Temperature, "top-p", defaults.TopP, "top-k", defaults.TopK, "presence penalty", defaults.Presence,
 		"load", time.Since(start).Round(time.Millisecond))
-	if c.MaxConcurrency > 1 {
-		log.Warn("this build runs one request at a time; the others wait", "concurrency asked for", c.MaxConcurrency)
-	}
 	if err := <-served; err != nil {
 		log.Log(context.Background(), server.LevelCritical, "the server has failed", "error", err)
 		return fmt.Errorf("serve: %w", err)
@@ -272,7 +270,8 @@ func (c *serveCommand) Run(e *environment) error {
 // opening is what loading leads to.
 type opening struct {
 	front *front.Front
-	lane  *engine.Lane
+	batch *engine.Batch
+	dev   backend.Device
 	err   error
 }
 
@@ -290,7 +289,7 @@ func (c *serveCommand) open(e *environment, l *loaded) (o opening) {
 	if o.front, err = c.front(l); err != nil {
 		return opening{err: fmt.Errorf("%s: %w", c.Artifact, err)}
 	}
-	o.lane, o.err = c.lane(e, m)
+	o.batch, o.dev, o.err = c.engine(e, m, c.MaxConcurrency, c.MaxConcurrency+c.MaxPendingRequests)
 	return o
 }
 

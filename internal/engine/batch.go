@@ -20,6 +20,7 @@ type Batch struct {
 	requests map[RequestID]*running
 	lanes    []*running
 	cost     roundCost
+	last     RequestID // the highest that was added
 	now      func() time.Time
 }
 
@@ -63,8 +64,23 @@ func NewBatch(r *model.Runner, o BatchOptions) (*Batch, error) {
 
 // Check tells why Add would refuse a request, load apart.
 func (b *Batch) Check(req Request) error {
-	l := &Lane{Runner: b.runner, Context: b.options.Context}
-	return l.Check(req)
+	vocabulary, most := b.runner.Model.Config.Text.VocabSize, b.options.Context
+	switch {
+	case len(req.Prompt) == 0:
+		return errors.New("engine: the prompt has no tokens")
+	case req.MaxNew < 0:
+		return fmt.Errorf("engine: output limit of %d tokens", req.MaxNew)
+	case req.Draft < 0:
+		return fmt.Errorf("engine: %d drafts a round", req.Draft)
+	case len(req.Prompt) > most || len(req.Prompt) == most && req.MaxNew > 0:
+		return fmt.Errorf("%w: %d tokens and room for output do not fit a context of %d", ErrPromptTooLong, len(req.Prompt), most)
+	}
+	for _, id := range req.Prompt {
+		if id < 0 || int(id) >= vocabulary {
+			return fmt.Errorf("engine: prompt id %d is not in the vocabulary of %d", id, vocabulary)
+		}
+	}
+	return nil
 }
 
 // Add hands a request over. IDs grow: they are the order in which requests came. onRun is called when it gets a lane, and onDone once,
@@ -78,12 +94,30 @@ func (b *Batch) Add(ctx context.Context, id RequestID, req Request, onRun func()
 		return err
 	}
 	r := &running{id: id, ctx: ctx, rows: req.Prompt, onRun: onRun, onDone: onDone}
-	r.g = newGeneration(&Lane{Runner: b.runner, Context: b.options.Context}, req)
+	r.g = newGeneration(b.runner, b.options.Context, req)
 	if b.options.Adaptive && req.Draft > 0 {
 		r.policy = newDraftPolicy(req.Draft, &b.cost)
 	}
 	b.requests[id] = r
+	b.last = max(b.last, id)
 	return nil
+}
+
+// Run adds a request and works until it has ended, on everything else that was added too. A context that ends is no error but a
+// reason of the outcome.
+func (b *Batch) Run(ctx context.Context, req Request) (Outcome, error) {
+	var out Outcome
+	var ended error
+	done := false
+	if err := b.Add(ctx, b.last+1, req, nil, func(o Outcome, err error) { out, ended, done = o, err, true }); err != nil {
+		return out, err
+	}
+	for !done {
+		if _, err := b.Step(); err != nil {
+			b.Abandon(err)
+		}
+	}
+	return out, ended
 }
 
 // Load is the number of requests that have a lane, and of those that wait for one.
@@ -101,13 +135,16 @@ func (b *Batch) Step() (bool, error) {
 	u := b.sched.Next()
 	for _, a := range u.Admit {
 		r := b.requests[a.ID]
-		r.g.lane.Index, r.begun = a.Lane, b.now()
+		r.g.lane, r.begun = a.Lane, b.now()
 		b.lanes[a.Lane] = r
 		if err := b.runner.Dev.Reset(backend.Lane(a.Lane)); err != nil {
 			return false, err
 		}
 		if r.onRun != nil {
 			r.onRun()
+		}
+		if r.g.req.Progress != nil {
+			r.g.req.Progress(0)
 		}
 	}
 	switch {
@@ -138,11 +175,11 @@ func (b *Batch) prefill(r *running, c Chunk) error {
 	}
 	// An insertion comes after rows that the drafter may not have seen.
 	if len(g.out.IDs) > 0 {
-		if err := b.runner.Seed(g.lane.Index, g.following()); err != nil {
+		if err := b.runner.Seed(g.lane, g.following()); err != nil {
 			return err
 		}
 	}
-	res, err := b.runner.Prompt(backend.LaneRows{Lane: g.lane.Index, Tokens: r.rows[:c.Rows], Want: want})
+	res, err := b.runner.Prompt(backend.LaneRows{Lane: g.lane, Tokens: r.rows[:c.Rows], Want: want})
 	if err != nil {
 		return err
 	}
@@ -218,7 +255,7 @@ func (b *Batch) after(r *running, err error) {
 func (b *Batch) end(r *running, err error) {
 	delete(b.requests, r.id)
 	b.sched.Leave(r.id)
-	if i := r.g.lane.Index; !r.begun.IsZero() && b.lanes[i] == r {
+	if i := r.g.lane; !r.begun.IsZero() && b.lanes[i] == r {
 		b.lanes[i] = nil
 	}
 	if !r.first.IsZero() {
@@ -239,12 +276,13 @@ func (b *Batch) Remove(id RequestID, err error) bool {
 	return ok
 }
 
-// errUnfinished is what requests get that a failed batch leaves behind.
-var errUnfinished = errors.New("engine: the device failed")
-
-// Abandon ends all requests after an error of Step.
+// Abandon ends all requests after an error of Step: those that ran get the error, those that waited ErrFailed.
 func (b *Batch) Abandon(cause error) {
 	for _, id := range sortedIDs(b.requests) {
-		b.Remove(id, fmt.Errorf("%w: %w", errUnfinished, cause))
+		err := cause
+		if b.requests[id].begun.IsZero() {
+			err = ErrFailed
+		}
+		b.Remove(id, err)
 	}
 }

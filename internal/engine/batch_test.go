@@ -20,7 +20,7 @@ type job struct {
 
 // jobs are prompts with their plain continuations.
 func jobs(t testing.TB, m *model.Model, rng *rand.Rand, n int) []job {
-	lane := newLane(m)
+	lane := newSingle(m)
 	out := make([]job, n)
 	for i := range out {
 		prompt := make([]int32, 1+rng.IntN(50))

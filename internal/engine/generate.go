@@ -1,9 +1,7 @@
 package engine
 
 import (
-	"context"
 	"errors"
-	"fmt"
 	"slices"
 	"time"
 
@@ -83,16 +81,11 @@ func (e *WatcherError) Error() string { return e.Err.Error() }
 
 func (e *WatcherError) Unwrap() error { return e.Err }
 
-// Lane generates on one lane of a device, one request at a time.
-type Lane struct {
-	Runner  *model.Runner
-	Index   int
-	Context int // most tokens of a sequence
-}
-
 // generation is a request in progress. All tokens but the pending ones are in the lane's image.
 type generation struct {
-	lane    *Lane
+	runner  *model.Runner
+	lane    int
+	context int // most tokens of the sequence
 	req     Request
 	sampler *sampler
 	out     Outcome
@@ -101,75 +94,11 @@ type generation struct {
 	err     error   // of the watcher
 }
 
-func newGeneration(l *Lane, req Request) *generation {
-	g := &generation{lane: l, req: req, sampler: newSampler(req.Sampling, l.Runner.Model.Options.IDs)}
+func newGeneration(r *model.Runner, context int, req Request) *generation {
+	g := &generation{runner: r, context: context, req: req, sampler: newSampler(req.Sampling, r.Model.Options.IDs)}
 	g.out.Stats.PromptTokens = len(req.Prompt)
 	g.out.Stats.AcceptedAt = make([]int, max(req.Draft, 0))
 	return g
-}
-
-// Check tells why Generate would refuse a request before any of it runs.
-func (l *Lane) Check(req Request) error {
-	switch {
-	case len(req.Prompt) == 0:
-		return errors.New("engine: the prompt has no tokens")
-	case req.MaxNew < 0:
-		return fmt.Errorf("engine: output limit of %d tokens", req.MaxNew)
-	case req.Draft < 0:
-		return fmt.Errorf("engine: %d drafts a round", req.Draft)
-	case len(req.Prompt) > l.Context || len(req.Prompt) == l.Context && req.MaxNew > 0:
-		return fmt.Errorf("%w: %d tokens and room for output do not fit a context of %d", ErrPromptTooLong, len(req.Prompt), l.Context)
-	}
-	for _, id := range req.Prompt {
-		if id < 0 || int(id) >= l.Runner.Model.Config.Text.VocabSize {
-			return fmt.Errorf("engine: prompt id %d is not in the vocabulary of %d", id, l.Runner.Model.Config.Text.VocabSize)
-		}
-	}
-	return nil
-}
-
-// Generate runs a request from an empty image. It returns the outcome so far together with an error of the device or the watcher;
-// a context that ends is no error but a reason.
-func (l *Lane) Generate(ctx context.Context, req Request) (Outcome, error) {
-	g := newGeneration(l, req)
-	if err := l.Check(req); err != nil {
-		return g.out, err
-	}
-	if err := l.Runner.Dev.Reset(backend.Lane(l.Index)); err != nil {
-		return g.out, err
-	}
-	start := time.Now()
-	if req.Progress != nil {
-		req.Progress(0)
-	}
-	logits, err := g.prompt(ctx, req.Prompt, req.Progress)
-	if err != nil || g.out.Reason != Continue {
-		return g.out, err
-	}
-	if req.MaxNew == 0 {
-		g.out.Reason, g.out.Stats.Prefill = Length, time.Since(start)
-		return g.out, nil
-	}
-	first := g.choose(logits, drawFirst)
-	g.out.Stats.Prefill = time.Since(start)
-	start = time.Now()
-	err = g.publish(first)
-	for err == nil && g.out.Reason == Continue {
-		if ctx.Err() != nil {
-			g.out.Reason = Cancelled
-			break
-		}
-		if len(g.pending) > 1 {
-			err = g.insertion(ctx)
-			continue
-		}
-		g.drafts = g.limit(req.Draft)
-		if err = round(l.Runner, []*generation{g}); err == nil {
-			err = g.err
-		}
-	}
-	g.out.Stats.Decode = time.Since(start)
-	return g.out, err
 }
 
 // length is the number of tokens of the sequence, pending ones included.
@@ -177,7 +106,7 @@ func (g *generation) length() int { return len(g.req.Prompt) + len(g.out.IDs) }
 
 // limit is the most drafts of a round that still fit: with all of them accepted a round commits one token more.
 func (g *generation) limit(drafts int) int {
-	return max(0, min(drafts, g.req.MaxNew-len(g.out.IDs)-1, g.lane.Context-g.length()-1))
+	return max(0, min(drafts, g.req.MaxNew-len(g.out.IDs)-1, g.context-g.length()-1))
 }
 
 // want is what a pass must return: picks for greedy requests, logits for the others, of the last row or of all.
@@ -191,31 +120,6 @@ func (g *generation) want(all bool) backend.Want {
 		return backend.WantLogitsAll
 	}
 	return backend.WantLogits
-}
-
-// prompt runs tokens chunk by chunk, so that a cancelled request stops within one. progress may be nil.
-func (g *generation) prompt(ctx context.Context, ids []int32, progress func(int)) (backend.LaneResult, error) {
-	var res backend.LaneResult
-	chunk := g.lane.Runner.Chunk
-	for first := 0; first < len(ids); first += chunk {
-		if ctx.Err() != nil {
-			g.out.Reason = Cancelled
-			return res, nil
-		}
-		end := min(first+chunk, len(ids))
-		want := backend.WantNone
-		if end == len(ids) {
-			want = g.want(false)
-		}
-		var err error
-		if res, err = g.lane.Runner.Prompt(backend.LaneRows{Lane: g.lane.Index, Tokens: ids[first:end], Want: want}); err != nil {
-			return res, err
-		}
-		if progress != nil {
-			progress(end)
-		}
-	}
-	return res, nil
 }
 
 // choose draws the next token from the last row of a result.
@@ -241,7 +145,7 @@ func (g *generation) verdict(ids []int32) Verdict {
 		}
 	}
 	left := g.req.MaxNew - len(g.out.IDs)
-	room := g.lane.Context - g.length()
+	room := g.context - g.length()
 	if limit := min(left, room); v.Keep+len(v.Insert) >= limit {
 		why := Length
 		if room < left {
@@ -283,21 +187,9 @@ func (g *generation) publish(id int32) error {
 	return err
 }
 
-// insertion runs tokens that were put into the output, and publishes what follows them.
-func (g *generation) insertion(ctx context.Context) error {
-	if err := g.lane.Runner.Seed(g.lane.Index, g.following()); err != nil {
-		return err
-	}
-	res, err := g.prompt(ctx, g.pending, nil)
-	if err != nil || g.out.Reason != Continue {
-		return err
-	}
-	return g.publish(g.choose(res, drawDecode))
-}
-
 // following are the tokens after each of the lane's carried rows.
 func (g *generation) following() []int32 {
-	at := g.lane.Runner.Dev.Lengths(backend.Lane(g.lane.Index))
+	at := g.runner.Dev.Lengths(backend.Lane(g.lane))
 	if n := at.Drafter + 1 - len(g.req.Prompt); n >= 0 {
 		return g.out.IDs[n : at.Target+1-len(g.req.Prompt)]
 	}

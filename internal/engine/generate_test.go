@@ -14,14 +14,27 @@ import (
 	"ninfer/internal/model/modeltest"
 )
 
-func newLane(m *model.Model) *engine.Lane {
-	dev := cpu.NewOracle(cpu.Options{States: m.States, Lanes: 1, Tokens: 160, Verify: 6, Carry: 32})
-	return &engine.Lane{Runner: model.NewRunner(m, dev, 32), Context: 160}
+// single is a batch with its runner.
+type single struct {
+	*engine.Batch
+	runner *model.Runner
 }
 
-func generate(t testing.TB, l *engine.Lane, r engine.Request) engine.Outcome {
+func newSingle(m *model.Model) single { return newBatch(m, 1, 160) }
+
+func newBatch(m *model.Model, lanes, context int) single {
+	dev := cpu.NewOracle(cpu.Options{States: m.States, Lanes: lanes, Tokens: 160, Verify: 6, Carry: 64})
+	r := model.NewRunner(m, dev, 32)
+	b, err := engine.NewBatch(r, engine.BatchOptions{Limits: engine.Limits{Lanes: lanes, Pages: 3 * lanes, Pending: 100}, Context: context})
+	if err != nil {
+		panic(err)
+	}
+	return single{b, r}
+}
+
+func generate(t testing.TB, s single, r engine.Request) engine.Outcome {
 	t.Helper()
-	out, err := l.Generate(context.Background(), r)
+	out, err := s.Run(context.Background(), r)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -57,14 +70,14 @@ func TestDraftedEqualsPlain(t *testing.T) {
 	for i := range prompt {
 		prompt[i] = int32(rng.IntN(480))
 	}
-	plain := generate(t, newLane(m), engine.Request{Prompt: prompt, MaxNew: 40}).IDs
+	plain := generate(t, newSingle(m), engine.Request{Prompt: prompt, MaxNew: 40}).IDs
 	if len(plain) != 40 {
 		t.Fatalf("%d tokens", len(plain))
 	}
 	for k := 1; k <= 5; k++ {
 		seen := map[int]bool{}
 		for n := range k + 1 {
-			l := newLane(m)
+			l := newSingle(m)
 			out := generate(t, l, engine.Request{Prompt: prompt, MaxNew: 40, Draft: k, Drafter: truth(plain, func(_, i int) bool { return i >= n })})
 			if !slices.Equal(out.IDs, plain) {
 				t.Errorf("k %d, %d accepted: %v, plain is %v", k, n, out.IDs, plain)
@@ -92,14 +105,14 @@ func TestDraftedEqualsPlain(t *testing.T) {
 				want = engine.Length
 			}
 			r.Draft = 3
-			l := newLane(m)
+			l := newSingle(m)
 			r.Drafter = truth(plain, func(round, i int) bool { return i >= 3-round%2 })
 			out := generate(t, l, r)
 			if !slices.Equal(out.IDs, plain[:end]) || out.Reason != want {
 				t.Errorf("end %d: %d tokens, reason %s, want %s", end, len(out.IDs), out.Reason, want)
 			}
 			// The state is that of plain decoding: going on from it gives the plain continuation.
-			lengths := l.Runner.Dev.Lengths
+			lengths := l.runner.Dev.Lengths
 			if got := lengths(laneZero).Target; got != len(prompt)+end-1 {
 				t.Errorf("end %d: image of %d tokens, want %d", end, got, len(prompt)+end-1)
 			}
@@ -109,8 +122,7 @@ func TestDraftedEqualsPlain(t *testing.T) {
 			}
 		}
 	}
-	l := newLane(m)
-	l.Context = len(prompt) + 7
+	l := newBatch(m, 1, len(prompt)+7)
 	out := generate(t, l, engine.Request{Prompt: prompt, MaxNew: 40, Draft: 3, Drafter: truth(plain, func(int, int) bool { return false })})
 	if !slices.Equal(out.IDs, plain[:7]) || out.Reason != engine.Context {
 		t.Errorf("context limit: %d tokens, %s", len(out.IDs), out.Reason)
@@ -155,10 +167,10 @@ func (c *inserter) Commit(ids []int32) error {
 func TestInsert(t *testing.T) {
 	m := modeltest.Micro(t)
 	prompt := []int32{50, 60, 70, 80, 90}
-	plain := generate(t, newLane(m), engine.Request{Prompt: prompt, MaxNew: 12}).IDs
+	plain := generate(t, newSingle(m), engine.Request{Prompt: prompt, MaxNew: 12}).IDs
 	insert := []int32{20, 21, 22}
 	for at := 1; at < 8; at++ {
-		after := generate(t, newLane(m), engine.Request{Prompt: slices.Concat(prompt, plain[:at], insert), MaxNew: 6}).IDs
+		after := generate(t, newSingle(m), engine.Request{Prompt: slices.Concat(prompt, plain[:at], insert), MaxNew: 6}).IDs
 		want := slices.Concat(plain[:at], insert, after)
 		for _, draft := range []int{0, 3} {
 			w := &inserter{at: at, ids: insert}
@@ -166,7 +178,7 @@ func TestInsert(t *testing.T) {
 			if draft > 0 {
 				r.Drafter = truth(plain, func(round, i int) bool { return i > round%3 })
 			}
-			out := generate(t, newLane(m), r)
+			out := generate(t, newSingle(m), r)
 			if !slices.Equal(out.IDs, want) || !slices.Equal(w.seen, want) {
 				t.Errorf("insert after %d, draft %d: %v, want %v", at, draft, out.IDs, want)
 			}
@@ -176,7 +188,7 @@ func TestInsert(t *testing.T) {
 
 func TestGenerateRefuses(t *testing.T) {
 	m := modeltest.Micro(t)
-	l := newLane(m)
+	l := newSingle(m)
 	for name, r := range map[string]engine.Request{
 		"no prompt":    {MaxNew: 1},
 		"output":       {Prompt: []int32{1}, MaxNew: -1},
@@ -186,13 +198,13 @@ func TestGenerateRefuses(t *testing.T) {
 		"beyond vocab": {Prompt: []int32{512}, MaxNew: 1},
 		"negative":     {Prompt: []int32{-1}, MaxNew: 1},
 	} {
-		if _, err := l.Generate(context.Background(), r); err == nil {
+		if _, err := l.Run(context.Background(), r); err == nil {
 			t.Errorf("%s: accepted", name)
 		}
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
-	out, err := l.Generate(ctx, engine.Request{Prompt: []int32{20, 21}, MaxNew: 5})
+	out, err := l.Run(ctx, engine.Request{Prompt: []int32{20, 21}, MaxNew: 5})
 	if err != nil || out.Reason != engine.Cancelled || len(out.IDs) != 0 {
 		t.Errorf("cancelled: %v, %v", out, err)
 	}
@@ -200,11 +212,11 @@ func TestGenerateRefuses(t *testing.T) {
 
 // Without output only the prompt runs, also one that fills the context; progress is told from 0 on, chunk by chunk.
 func TestPromptOnly(t *testing.T) {
-	l := newLane(modeltest.Micro(t))
+	l := newSingle(modeltest.Micro(t))
 	for _, n := range []int{1, 31, 32, 33, 160} {
 		var seen []int
 		out := generate(t, l, engine.Request{Prompt: make([]int32, n), Progress: func(done int) { seen = append(seen, done) }})
-		if len(out.IDs) != 0 || out.Reason != engine.Length || l.Runner.Dev.Lengths(laneZero).Target != n {
+		if len(out.IDs) != 0 || out.Reason != engine.Length || l.runner.Dev.Lengths(laneZero).Target != n {
 			t.Errorf("%d tokens: %+v", n, out)
 		}
 		var want []int
@@ -225,7 +237,7 @@ func (f failing) Commit([]int32) error               { return f.err }
 
 func TestWatcherError(t *testing.T) {
 	cause := errors.New("no room")
-	_, err := newLane(modeltest.Micro(t)).Generate(context.Background(), engine.Request{Prompt: []int32{20}, MaxNew: 3, Watcher: failing{cause}})
+	_, err := newSingle(modeltest.Micro(t)).Run(context.Background(), engine.Request{Prompt: []int32{20}, MaxNew: 3, Watcher: failing{cause}})
 	var w *engine.WatcherError
 	if !errors.As(err, &w) || !errors.Is(err, cause) {
 		t.Errorf("%v", err)
@@ -237,9 +249,9 @@ func TestModelDrafter(t *testing.T) {
 	m := modeltest.Micro(t)
 	for seed := range int32(3) {
 		prompt := []int32{20 + seed, 300, 6, 41}
-		plain := generate(t, newLane(m), engine.Request{Prompt: prompt, MaxNew: 16}).IDs
+		plain := generate(t, newSingle(m), engine.Request{Prompt: prompt, MaxNew: 16}).IDs
 		for _, k := range []int{1, 3, 5} {
-			out := generate(t, newLane(m), engine.Request{Prompt: prompt, MaxNew: 16, Draft: k})
+			out := generate(t, newSingle(m), engine.Request{Prompt: prompt, MaxNew: 16, Draft: k})
 			if !slices.Equal(out.IDs, plain) {
 				t.Errorf("k %d: %v, plain is %v", k, out.IDs, plain)
 			}
@@ -253,12 +265,12 @@ func TestModelDrafter(t *testing.T) {
 var laneZero = backend.Lane(0)
 
 // continueFrom decodes on from a lane's image whose last token has not run.
-func continueFrom(t testing.TB, l *engine.Lane, last int32, n int) []int32 {
+func continueFrom(t testing.TB, l single, last int32, n int) []int32 {
 	t.Helper()
 	var out []int32
-	at := l.Runner.Dev.Lengths(laneZero).Target
+	at := l.runner.Dev.Lengths(laneZero).Target
 	for i := range n {
-		res, err := l.Runner.Launch(backend.Prefill, &backend.Control{Lanes: []backend.LaneRows{
+		res, err := l.runner.Launch(backend.Prefill, &backend.Control{Lanes: []backend.LaneRows{
 			{Tokens: []int32{last}, Positions: model.Positions(at+i, 1), Want: backend.WantLast},
 		}})
 		if err != nil {

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"sync"
 	"time"
 )
@@ -17,38 +16,49 @@ var (
 	ErrFailed     = errors.New("the engine has failed")
 )
 
-// Generator runs one request at a time; *Lane is one.
-type Generator interface {
+// Worker runs requests side by side, a unit of work at a time; *Batch is one. Its methods are called by one goroutine, Check apart.
+type Worker interface {
+	// Check tells why Add would refuse a request.
 	Check(Request) error
-	Generate(context.Context, Request) (Outcome, error)
+	// Add hands a request over. onRun is called when it starts to run and onDone once, when it has ended.
+	Add(ctx context.Context, id RequestID, req Request, onRun func(), onDone func(Outcome, error)) error
+	// Remove ends a request that does not run yet.
+	Remove(id RequestID, err error) bool
+	// Step does a unit of work and reports whether there was any. An error is the end of the worker.
+	Step() (bool, error)
+	// Abandon ends all requests after an error.
+	Abandon(cause error)
 }
 
-// Queue runs requests on a generator one after another, in the order in which they were submitted. One goroutine owns the generator.
+// Queue hands requests to a worker in the order in which they were submitted. One goroutine owns the worker.
 //
 // A request first takes a place, of which there are few; it holds it while it is prepared, while it waits and runs, and until its answer
 // is delivered. So a flood is refused at the door and memory stays bounded. Drain must be called in the end.
 //
 // The watcher of a request is called by the queue's goroutine, between Slot.Submit and the end of its Ticket, and must not block.
 type Queue struct {
-	gen     Generator
+	worker  Worker
 	timeout time.Duration
 	done    chan struct{} // the goroutine has ended
-	failed  chan struct{} // the generator has failed
+	failed  chan struct{} // the worker has failed
 
 	mu       sync.Mutex // above what it guards
 	places   int        // free ones
-	waiting  []*Ticket
-	running  *Ticket
+	arrived  []*Ticket  // submitted, not yet with the worker
+	gone     []RequestID
+	running  int
+	waiting  int
+	last     RequestID
 	draining bool
 	failure  error
-	wake     chan struct{} // holds a signal if waiting or draining changed
+	wake     chan struct{} // holds a signal if something of this changed
 	all      map[*Slot]struct{}
 }
 
 // NewQueue starts a queue with so many places. A request that is not admitted within the timeout of taking its place is turned away.
-func NewQueue(gen Generator, places int, timeout time.Duration) *Queue {
+func NewQueue(w Worker, places int, timeout time.Duration) *Queue {
 	q := &Queue{
-		gen: gen, timeout: timeout, places: places, done: make(chan struct{}), failed: make(chan struct{}), wake: make(chan struct{}, 1),
+		worker: w, timeout: timeout, places: places, done: make(chan struct{}), failed: make(chan struct{}), wake: make(chan struct{}, 1),
 		all: map[*Slot]struct{}{},
 	}
 	go q.loop()
@@ -110,6 +120,9 @@ type Ticket struct {
 	done     chan struct{}
 	stop     func() bool // ends the watch on the context
 	timer    *time.Timer
+	id       RequestID
+	runs     bool // under the queue's lock, as is ended
+	ended    bool
 
 	// Written before done is closed.
 	outcome Outcome
@@ -118,7 +131,7 @@ type Ticket struct {
 
 // Submit appends a request to the queue. It fails at once if the request can never run.
 func (s *Slot) Submit(req Request) (*Ticket, error) {
-	if err := s.queue.gen.Check(req); err != nil {
+	if err := s.queue.worker.Check(req); err != nil {
 		return nil, err
 	}
 	t := &Ticket{slot: s, req: req, admitted: make(chan struct{}), done: make(chan struct{})}
@@ -132,7 +145,10 @@ func (s *Slot) Submit(req Request) (*Ticket, error) {
 	if left <= 0 {
 		return nil, ErrPending
 	}
-	q.waiting = append(q.waiting, t)
+	q.last++
+	t.id = q.last
+	q.arrived = append(q.arrived, t)
+	q.waiting++
 	// Both may run at once; they wait for the lock.
 	t.stop = context.AfterFunc(s.ctx, func() { q.drop(t, nil) })
 	t.timer = time.AfterFunc(left, func() { q.drop(t, ErrPending) })
@@ -147,7 +163,7 @@ func (t *Ticket) Admitted() <-chan struct{} { return t.admitted }
 func (t *Ticket) Done() <-chan struct{} { return t.done }
 
 // Outcome is how the request ended; call it after Done. The error is ErrPending, ErrDraining or ErrFailed if the queue ended it, a
-// *WatcherError if its watcher did, and otherwise the generator's, which is then a failure of the engine. A request whose context ended
+// *WatcherError if its watcher did, and otherwise the worker's, which is then a failure of the engine. A request whose context ended
 // has the reason Cancelled and no error.
 func (t *Ticket) Outcome() (Outcome, error) {
 	<-t.done
@@ -162,18 +178,29 @@ func (q *Queue) signal() {
 	}
 }
 
-// drop takes a waiting request out. It does nothing once the request runs.
+// drop ends a waiting request. It does nothing once the request runs: the worker watches the context then.
 func (q *Queue) drop(t *Ticket, err error) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if i := slices.Index(q.waiting, t); i >= 0 {
-		q.waiting = slices.Delete(q.waiting, i, i+1)
-		q.finish(t, cancelled(t), err)
+	if t.runs || t.ended {
+		return
 	}
+	q.finish(t, cancelled(t), err)
+	q.gone = append(q.gone, t.id)
+	q.signal()
 }
 
-// finish ends a request that is in no list any more. The lock is held.
+// finish ends a request, once. The lock is held.
 func (q *Queue) finish(t *Ticket, out Outcome, err error) {
+	if t.ended {
+		return
+	}
+	t.ended = true
+	if t.runs {
+		q.running--
+	} else {
+		q.waiting--
+	}
 	t.stop()
 	t.timer.Stop()
 	if cause := context.Cause(t.slot.ctx); err == nil && out.Reason == Cancelled && errors.Is(cause, ErrDraining) {
@@ -183,47 +210,83 @@ func (q *Queue) finish(t *Ticket, out Outcome, err error) {
 	close(t.done)
 }
 
-// loop owns the generator.
+// loop owns the worker.
 func (q *Queue) loop() {
 	defer close(q.done)
 	for {
-		t, end := q.next()
-		if end {
-			return
+		arrived, gone, end := q.news()
+		for _, id := range gone {
+			q.worker.Remove(id, nil)
 		}
-		if t == nil {
-			<-q.wake
-			continue
+		for _, t := range arrived {
+			q.hand(t)
 		}
-		out, err := q.gen.Generate(t.slot.ctx, t.req)
-		q.mu.Lock()
-		q.running = nil
-		var own *WatcherError
-		if err != nil && !errors.As(err, &own) {
+		busy, err := q.worker.Step()
+		if err != nil {
 			q.fail(err)
 		}
-		q.finish(t, out, err)
-		q.mu.Unlock()
+		switch {
+		case err != nil || !busy && end:
+			if err != nil {
+				q.idle()
+			}
+			return
+		case !busy:
+			<-q.wake
+		}
 	}
 }
 
-// next admits the first waiting request, or says that there will be none.
-func (q *Queue) next() (t *Ticket, end bool) {
+// news takes what changed since the last unit, and says whether nothing can come any more.
+func (q *Queue) news() (arrived []*Ticket, gone []RequestID, end bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	for len(q.waiting) > 0 {
-		t = q.waiting[0]
-		q.waiting = slices.Delete(q.waiting, 0, 1)
-		if t.slot.ctx.Err() != nil { // its watch has not come round yet
-			q.finish(t, cancelled(t), nil)
-			continue
-		}
-		q.running = t
-		t.timer.Stop()
-		close(t.admitted)
-		return t, false
+	arrived, gone = q.arrived, q.gone
+	q.arrived, q.gone = nil, nil
+	return arrived, gone, q.draining && len(q.all) == 0
+}
+
+// hand gives a request to the worker.
+func (q *Queue) hand(t *Ticket) {
+	q.mu.Lock()
+	ended := t.ended
+	q.mu.Unlock()
+	if ended {
+		return
 	}
-	return nil, q.draining && len(q.all) == 0
+	err := q.worker.Add(t.slot.ctx, t.id, t.req, func() {
+		q.mu.Lock()
+		defer q.mu.Unlock()
+		if !t.ended {
+			t.runs = true
+			q.waiting--
+			q.running++
+			t.timer.Stop()
+			close(t.admitted)
+		}
+	}, func(out Outcome, err error) {
+		q.mu.Lock()
+		defer q.mu.Unlock()
+		q.finish(t, out, err)
+	})
+	if err != nil {
+		q.mu.Lock()
+		defer q.mu.Unlock()
+		q.finish(t, cancelled(t), err)
+	}
+}
+
+// idle waits until all places are given back after a failure.
+func (q *Queue) idle() {
+	for {
+		q.mu.Lock()
+		end := q.draining && len(q.all) == 0
+		q.mu.Unlock()
+		if end {
+			return
+		}
+		<-q.wake
+	}
 }
 
 // cancelled is the outcome of a request that never ran.
@@ -231,20 +294,24 @@ func cancelled(t *Ticket) Outcome {
 	return Outcome{Reason: Cancelled, Stats: Stats{PromptTokens: len(t.req.Prompt)}}
 }
 
-// fail ends everything that waits. The lock is held.
+// fail ends everything: what ran has the worker's error, what waited ErrFailed.
 func (q *Queue) fail(err error) {
+	q.mu.Lock()
 	q.failure = err
 	close(q.failed)
-	for _, t := range q.waiting {
+	arrived := q.arrived
+	q.arrived = nil
+	for _, t := range arrived {
 		q.finish(t, cancelled(t), ErrFailed)
 	}
-	q.waiting = nil
+	q.mu.Unlock()
+	q.worker.Abandon(err)
 }
 
-// Failed is closed when the generator has failed; Failure is then why.
+// Failed is closed when the worker has failed; Failure is then why.
 func (q *Queue) Failed() <-chan struct{} { return q.failed }
 
-// Failure is the generator's error, or nil.
+// Failure is the worker's error, or nil.
 func (q *Queue) Failure() error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -261,11 +328,7 @@ type Load struct {
 func (q *Queue) Load() Load {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	l := Load{Waiting: len(q.waiting), Places: len(q.all)}
-	if q.running != nil {
-		l.Running = 1
-	}
-	return l
+	return Load{Running: q.running, Waiting: q.waiting, Places: len(q.all)}
 }
 
 // Stop refuses new requests from now on; those that have a place go on.
@@ -277,7 +340,7 @@ func (q *Queue) Stop() {
 }
 
 // Drain refuses new requests and waits until all have ended and given their places back. When the context ends it cancels those that
-// are left, with ErrDraining, and waits for them. The generator is free after it.
+// are left, with ErrDraining, and waits for them. The worker is free after it.
 func (q *Queue) Drain(ctx context.Context) {
 	q.Stop()
 	select {

@@ -70,6 +70,63 @@ func (c *counter) Generate(ctx context.Context, r engine.Request) (engine.Outcom
 	return out, nil
 }
 
+// serial is a worker that runs one request after the other, each to its end in one unit.
+type serial struct {
+	gen   *counter
+	queue []handed
+}
+
+type handed struct {
+	ctx    context.Context
+	id     engine.RequestID
+	req    engine.Request
+	onRun  func()
+	onDone func(engine.Outcome, error)
+}
+
+func (s *serial) Check(r engine.Request) error { return s.gen.Check(r) }
+
+func (s *serial) Add(ctx context.Context, id engine.RequestID, r engine.Request, onRun func(), onDone func(engine.Outcome, error)) error {
+	s.queue = append(s.queue, handed{ctx, id, r, onRun, onDone})
+	return nil
+}
+
+func (s *serial) Remove(id engine.RequestID, err error) bool {
+	i := slices.IndexFunc(s.queue, func(h handed) bool { return h.id == id })
+	if i < 0 {
+		return false
+	}
+	s.queue[i].onDone(engine.Outcome{Reason: engine.Cancelled}, err)
+	s.queue = slices.Delete(s.queue, i, i+1)
+	return true
+}
+
+func (s *serial) Step() (bool, error) {
+	if len(s.queue) == 0 {
+		return false, nil
+	}
+	h := s.queue[0]
+	s.queue = s.queue[1:]
+	if h.ctx.Err() != nil {
+		h.onDone(engine.Outcome{Reason: engine.Cancelled}, nil)
+		return true, nil
+	}
+	h.onRun()
+	out, err := s.gen.Generate(h.ctx, h.req)
+	h.onDone(out, err)
+	var own *engine.WatcherError
+	if err != nil && !errors.As(err, &own) {
+		return true, err
+	}
+	return true, nil
+}
+
+func (s *serial) Abandon(error) {
+	for len(s.queue) > 0 {
+		s.Remove(s.queue[0].id, engine.ErrFailed)
+	}
+}
+
 // recorder is a watcher that keeps what it is told; after closing it complains.
 type recorder struct {
 	mu     sync.Mutex
@@ -114,7 +171,7 @@ func submit(t testing.TB, q *engine.Queue, ctx context.Context, r engine.Request
 func TestQueuePlaces(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		gen := &counter{delay: time.Second}
-		q := engine.NewQueue(gen, 3, time.Hour)
+		q := engine.NewQueue(&serial{gen: gen}, 3, time.Hour)
 		var slots []*engine.Slot
 		var tickets []*engine.Ticket
 		for i := range int32(3) {
@@ -165,7 +222,7 @@ func TestQueuePlaces(t *testing.T) {
 func TestQueuePending(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		gen := &counter{delay: time.Second}
-		q := engine.NewQueue(gen, 4, 5*time.Second)
+		q := engine.NewQueue(&serial{gen: gen}, 4, 5*time.Second)
 		defer drain(q)
 		first, running := submit(t, q, t.Context(), engine.Request{Prompt: []int32{0}, MaxNew: 8})
 		defer first.Release()
@@ -195,7 +252,7 @@ func TestQueuePending(t *testing.T) {
 func TestQueueCancel(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		gen := &counter{delay: time.Second}
-		q := engine.NewQueue(gen, 3, time.Hour)
+		q := engine.NewQueue(&serial{gen: gen}, 3, time.Hour)
 		defer drain(q)
 		ctx1, cancel1 := context.WithCancel(t.Context())
 		ctx2, cancel2 := context.WithCancel(t.Context())
@@ -233,7 +290,7 @@ func TestQueueCancel(t *testing.T) {
 // Releasing a place ends its request.
 func TestQueueRelease(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		q := engine.NewQueue(&counter{delay: time.Second}, 2, time.Hour)
+		q := engine.NewQueue(&serial{gen: &counter{delay: time.Second}}, 2, time.Hour)
 		s1, running := submit(t, q, t.Context(), engine.Request{Prompt: []int32{10}, MaxNew: 100})
 		s2, waiting := submit(t, q, t.Context(), engine.Request{Prompt: []int32{10}, MaxNew: 100})
 		synctest.Wait()
@@ -250,7 +307,7 @@ func TestQueueRelease(t *testing.T) {
 
 func TestQueueDrain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		q := engine.NewQueue(&counter{delay: time.Second}, 4, time.Hour)
+		q := engine.NewQueue(&serial{gen: &counter{delay: time.Second}}, 4, time.Hour)
 		var ended sync.WaitGroup
 		results := make([]error, 3)
 		outs := make([]engine.Outcome, 3)
@@ -307,7 +364,7 @@ func TestQueueFailure(t *testing.T) {
 			}
 			return nil
 		}}
-		q := engine.NewQueue(gen, 4, time.Hour)
+		q := engine.NewQueue(&serial{gen: gen}, 4, time.Hour)
 		s1, own := submit(t, q, t.Context(), engine.Request{Prompt: []int32{10}, MaxNew: 5, Watcher: failing{broken}})
 		s2, ok := submit(t, q, t.Context(), engine.Request{Prompt: []int32{20}, MaxNew: 1})
 		if _, err := own.Outcome(); !errors.Is(err, broken) {
@@ -346,7 +403,7 @@ func TestQueueRandom(t *testing.T) {
 			rng := rand.New(rand.NewPCG(seed, 1))
 			gen := &counter{delay: time.Millisecond}
 			const places = 5
-			q := engine.NewQueue(gen, places, 40*time.Millisecond)
+			q := engine.NewQueue(&serial{gen: gen}, places, 40*time.Millisecond)
 			var clients sync.WaitGroup
 			var whole, cut, refused, late atomic.Int32
 			for i := range int32(60) {
@@ -418,16 +475,16 @@ func TestQueueRandom(t *testing.T) {
 	}
 }
 
-// Through a real lane: neighbours that come, leave and fail do not change a request's tokens.
-func TestQueueLane(t *testing.T) {
+// Through real lanes: neighbours that come, leave and fail do not change a request's tokens.
+func TestQueueBatch(t *testing.T) {
 	m := modeltest.Micro(t)
 	want := map[int32][]int32{}
-	alone := newLane(m)
+	alone := newSingle(m)
 	const n = 4
 	for i := range int32(3) {
 		want[i] = generate(t, alone, engine.Request{Prompt: []int32{20 + i, 30, 40}, MaxNew: n, Sampling: engine.Sampling{Temperature: 1, Seed: 5}}).IDs
 	}
-	q := engine.NewQueue(newLane(m), 12, time.Minute)
+	q := engine.NewQueue(newBatch(m, 3, 160), 12, time.Minute)
 	var clients sync.WaitGroup
 	for k := range 12 {
 		clients.Go(func() {

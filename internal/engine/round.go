@@ -22,9 +22,9 @@ func round(r *model.Runner, gs []*generation) error {
 		if len(rows) > 1 {
 			kind = backend.Verify
 		}
-		at := r.Dev.Lengths(backend.Lane(g.lane.Index)).Target
+		at := r.Dev.Lengths(backend.Lane(g.lane)).Target
 		c.Lanes = append(c.Lanes, backend.LaneRows{
-			Lane: g.lane.Index, Tokens: rows, Positions: model.Positions(at, len(rows)), Want: g.want(true),
+			Lane: g.lane, Tokens: rows, Positions: model.Positions(at, len(rows)), Want: g.want(true),
 		})
 	}
 	res, err := r.Launch(kind, c)
@@ -34,7 +34,7 @@ func round(r *model.Runner, gs []*generation) error {
 	for i, g := range gs {
 		kept := g.settle(res.Lanes[i], drafts[i])
 		if kind == backend.Verify {
-			if err := r.Dev.Commit(g.lane.Index, kept); err != nil {
+			if err := r.Dev.Commit(g.lane, kept); err != nil {
 				return err
 			}
 		}
@@ -56,7 +56,7 @@ func draft(r *model.Runner, gs []*generation) ([][]int32, error) {
 		var c, seed backend.Control
 		var lanes []int
 		for i, g := range gs {
-			rows := backend.LaneRows{Lane: g.lane.Index, Want: backend.WantLast, Chain: depth > 0}
+			rows := backend.LaneRows{Lane: g.lane, Want: backend.WantLast, Chain: depth > 0}
 			switch {
 			case depth == 0 && (g.drafts == 0 || g.req.Drafter != nil):
 				rows.Want, rows.Tokens = backend.WantNone, g.following()
