@@ -105,7 +105,7 @@ func failureOf(err error) *failure {
 		return known
 	case errors.As(err, &refused):
 		return bad(refused.Code, refused.Param, "%s", refused.Message)
-	case errors.Is(err, engine.ErrPromptTooLong):
+	case errors.Is(err, engine.ErrPromptTooLong), errors.Is(err, engine.ErrTooLarge):
 		return bad(front.CodeContextLength, "messages", "%v", err)
 	case errors.Is(err, engine.ErrOverloaded):
 		return &failure{status: http.StatusTooManyRequests, code: "server_overloaded", message: "the server has as many requests as it can hold; try again later", retry: true}

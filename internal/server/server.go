@@ -127,21 +127,23 @@ func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 	return err
 }
 
-// finish ends requests and connections.
+// finish ends requests and connections. Connections that have no request do not delay it.
 func (s *Server) finish(hs *http.Server) {
-	grace, cancel := context.WithTimeout(context.Background(), s.opt.Grace)
+	end, cancel := context.WithCancel(context.Background())
 	defer cancel()
-	var end sync.WaitGroup
+	closed := make(chan error, 1)
+	go func() { closed <- hs.Shutdown(end) }() // closes the listener at once
 	if m := s.serving(); m != nil {
-		m.Queue.Stop()
-		end.Go(func() { m.Queue.Drain(grace) })
+		grace, cancel := context.WithTimeout(context.Background(), s.opt.Grace)
+		defer cancel()
+		m.Queue.Drain(grace)
 	}
-	// Shutdown closes the listener and waits for handlers; those whose requests are cancelled at the end of the grace time still have to
-	// write their last event.
-	last, cancelLast := context.WithTimeout(context.Background(), s.opt.Grace+2*time.Second)
-	defer cancelLast()
-	if hs.Shutdown(last) != nil {
+	// All answers are written; their handlers have yet to return.
+	select {
+	case <-closed:
+	case <-time.After(500 * time.Millisecond):
 		hs.Close()
+		cancel()
+		<-closed
 	}
-	end.Wait()
 }
