@@ -35,6 +35,7 @@ type commands struct {
 	Serve    serveCommand    `cmd:"" help:"Serve over HTTP."`
 	Bench    benchCommand    `cmd:"" help:"Measure prompts and generation."`
 	Convert  convertCommand  `cmd:"" help:"Turn a checkpoint into an artifact."`
+	Upgrade  upgradeCommand  `cmd:"" help:"Turn a version 2 file into an artifact."`
 	Verify   verifyCommand   `cmd:"" help:"Check every byte of an artifact."`
 	Inspect  inspectCommand  `cmd:"" help:"Show what an artifact holds."`
 	Pull     pullCommand     `cmd:"" help:"Download a model repository or an artifact."`
