@@ -113,7 +113,7 @@ type Device interface {
 	// Launch queues a step. Rows are appended at each lane's committed length; a Verify pass of T rows commits all T unless
 	// Commit lowers it before the lane's next launch.
 	Launch(Step, *Control) (Seq, error)
-	// Wait returns the result of a launch.
+	// Wait returns the result of a launch. It may be overwritten by the next launch of the same step.
 	Wait(Seq) (Result, error)
 	// Commit keeps the first n rows of the lane's last Verify launch.
 	Commit(lane, n int) error

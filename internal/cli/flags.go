@@ -123,7 +123,7 @@ func pagesOf(tokens int) int { return (tokens + engine.PageTokens - 1) / engine.
 
 // openCPU returns a CPU device: lanes with room for tokens, so many rows in a round, and a prompt's chunk waiting for the drafter.
 func openCPU(m *model.Model, lanes, tokens, round, chunk int) backend.Device {
-	return cpu.NewOracle(cpu.Options{States: m.States, Lanes: lanes, Tokens: tokens, Verify: round, Carry: chunk + round})
+	return cpu.NewFast(cpu.Options{States: m.States, Lanes: lanes, Tokens: tokens, Verify: round, Carry: chunk + round})
 }
 
 // samplingFlags are the options of run and serve that shape the draw. Nil is the default of the model and mode.

@@ -46,10 +46,13 @@ func (c *selftestCommand) Run(e *environment) error {
 }
 
 // cpuBackends are the CPU's implementations with their bounds: the exact oracle differs from the float32 reference only by the
-// reference's own rounding.
+// reference's own rounding, the fast path computes in float32 too, in another order.
 var cpuBackends = []selftest.Backend{
 	{Name: "exact", Bound: 1e-5, Decisions: true, Open: func(m *model.Model, tokens int) (backend.Device, error) {
 		return cpu.NewOracle(cpu.Options{States: m.States, Lanes: 1, Tokens: tokens, Carry: tokens}), nil
+	}},
+	{Name: "fast", Bound: 1e-3, Open: func(m *model.Model, tokens int) (backend.Device, error) {
+		return cpu.NewFast(cpu.Options{States: m.States, Lanes: 1, Tokens: tokens, Carry: tokens}), nil
 	}},
 }
 

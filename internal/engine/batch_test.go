@@ -3,9 +3,12 @@ package engine_test
 import (
 	"context"
 	"math/rand/v2"
+	"os"
 	"slices"
+	"strconv"
 	"testing"
 
+	"ninfer/internal/backend"
 	"ninfer/internal/backend/cpu"
 	"ninfer/internal/engine"
 	"ninfer/internal/model"
@@ -19,8 +22,8 @@ type job struct {
 }
 
 // jobs are prompts with their plain continuations.
-func jobs(t testing.TB, m *model.Model, rng *rand.Rand, n int) []job {
-	lane := newSingle(m)
+func jobs(t testing.TB, m *model.Model, rng *rand.Rand, n int, open func(cpu.Options) backend.Device) []job {
+	lane := newOn(t, m, 1, 160, open)
 	out := make([]job, n)
 	for i := range out {
 		prompt := make([]int32, 1+rng.IntN(50))
@@ -35,11 +38,11 @@ func jobs(t testing.TB, m *model.Model, rng *rand.Rand, n int) []job {
 
 // storm runs the jobs through a batch of random shape with random arrivals, cancellations, insertions and drafts, and compares each with
 // what it gives alone. It returns how often each number of drafts was accepted.
-func storm(t *testing.T, m *model.Model, all []job, seed uint64) map[int]int {
+func storm(t *testing.T, m *model.Model, all []job, seed uint64, open func(cpu.Options) backend.Device) map[int]int {
 	rng := rand.New(rand.NewPCG(seed, 21))
 	lanes := 1 + rng.IntN(8)
 	chunk := 1 + rng.IntN(40)
-	dev := cpu.NewOracle(cpu.Options{States: m.States, Lanes: lanes, Tokens: 128, Verify: 6, Carry: 64})
+	dev := open(cpu.Options{States: m.States, Lanes: lanes, Tokens: 128, Verify: 6, Carry: 64})
 	defer dev.Close()
 	b, err := engine.NewBatch(model.NewRunner(m, dev, chunk), engine.BatchOptions{
 		Limits:  engine.Limits{Lanes: lanes, Pages: 2 + rng.IntN(2*lanes), Pending: len(all), GapRows: 1 + rng.IntN(chunk), Passes: rng.IntN(3)},
@@ -110,19 +113,43 @@ func storm(t *testing.T, m *model.Model, all []job, seed uint64) map[int]int {
 }
 
 // Company changes nothing: whatever runs beside a request, however its prompt is cut and whatever is drafted for it, it gives the ids that
-// it gives alone.
+// it gives alone. NINFER_COMPANY is the number of requests, for long runs by hand.
 func TestCompany(t *testing.T) {
+	n := 2000
+	if testing.Short() {
+		n = 200
+	}
+	if v, err := strconv.Atoi(os.Getenv("NINFER_COMPANY")); err == nil {
+		n = v
+	}
 	m := modeltest.Micro(t)
-	all := jobs(t, m, rand.New(rand.NewPCG(8, 8)), 24)
+	const batch = 50
 	accepted := map[int]int{}
-	for seed := range uint64(4) {
-		for n, c := range storm(t, m, all, seed) {
-			accepted[n] += c
+	var all []job
+	for i := range uint64((n + batch - 1) / batch) {
+		if i%10 == 0 {
+			all = jobs(t, m, rand.New(rand.NewPCG(i, 8)), batch, cpu.NewFast)
+		}
+		for k, c := range storm(t, m, all, i, cpu.NewFast) {
+			accepted[k] += c
 		}
 	}
-	for n := 1; n <= 5; n++ {
-		if accepted[n] == 0 {
-			t.Errorf("no draft was accepted at position %d", n)
+	for k := 1; k <= 5; k++ {
+		if accepted[k] == 0 {
+			t.Errorf("no draft was accepted at position %d", k)
 		}
 	}
+}
+
+// The same on the oracle, less of it.
+func TestCompanyOracle(t *testing.T) {
+	if testing.Short() {
+		t.Skip("the oracle is slow")
+	}
+	n := 24
+	if os.Getenv("NINFER_COMPANY") != "" {
+		n = 200
+	}
+	m := modeltest.Micro(t)
+	storm(t, m, jobs(t, m, rand.New(rand.NewPCG(1, 9)), n, cpu.NewOracle), 99, cpu.NewOracle)
 }

@@ -20,14 +20,19 @@ type single struct {
 	runner *model.Runner
 }
 
-func newSingle(m *model.Model) single { return newBatch(m, 1, 160) }
+func newSingle(t testing.TB, m *model.Model) single { return newBatch(t, m, 1, 160) }
 
-func newBatch(m *model.Model, lanes, context int) single {
-	dev := cpu.NewOracle(cpu.Options{States: m.States, Lanes: lanes, Tokens: 160, Verify: 6, Carry: 64})
+func newBatch(t testing.TB, m *model.Model, lanes, context int) single {
+	return newOn(t, m, lanes, context, cpu.NewFast)
+}
+
+func newOn(t testing.TB, m *model.Model, lanes, context int, open func(cpu.Options) backend.Device) single {
+	dev := open(cpu.Options{States: m.States, Lanes: lanes, Tokens: 160, Verify: 6, Carry: 64})
+	t.Cleanup(func() { dev.Close() })
 	r := model.NewRunner(m, dev, 32)
 	b, err := engine.NewBatch(r, engine.BatchOptions{Limits: engine.Limits{Lanes: lanes, Pages: 3 * lanes, Pending: 100}, Context: context})
 	if err != nil {
-		panic(err)
+		t.Fatal(err)
 	}
 	return single{b, r}
 }
@@ -70,14 +75,14 @@ func TestDraftedEqualsPlain(t *testing.T) {
 	for i := range prompt {
 		prompt[i] = int32(rng.IntN(480))
 	}
-	plain := generate(t, newSingle(m), engine.Request{Prompt: prompt, MaxNew: 40}).IDs
+	plain := generate(t, newSingle(t, m), engine.Request{Prompt: prompt, MaxNew: 40}).IDs
 	if len(plain) != 40 {
 		t.Fatalf("%d tokens", len(plain))
 	}
 	for k := 1; k <= 5; k++ {
 		seen := map[int]bool{}
 		for n := range k + 1 {
-			l := newSingle(m)
+			l := newSingle(t, m)
 			out := generate(t, l, engine.Request{Prompt: prompt, MaxNew: 40, Draft: k, Drafter: truth(plain, func(_, i int) bool { return i >= n })})
 			if !slices.Equal(out.IDs, plain) {
 				t.Errorf("k %d, %d accepted: %v, plain is %v", k, n, out.IDs, plain)
@@ -105,7 +110,7 @@ func TestDraftedEqualsPlain(t *testing.T) {
 				want = engine.Length
 			}
 			r.Draft = 3
-			l := newSingle(m)
+			l := newSingle(t, m)
 			r.Drafter = truth(plain, func(round, i int) bool { return i >= 3-round%2 })
 			out := generate(t, l, r)
 			if !slices.Equal(out.IDs, plain[:end]) || out.Reason != want {
@@ -122,7 +127,7 @@ func TestDraftedEqualsPlain(t *testing.T) {
 			}
 		}
 	}
-	l := newBatch(m, 1, len(prompt)+7)
+	l := newBatch(t, m, 1, len(prompt)+7)
 	out := generate(t, l, engine.Request{Prompt: prompt, MaxNew: 40, Draft: 3, Drafter: truth(plain, func(int, int) bool { return false })})
 	if !slices.Equal(out.IDs, plain[:7]) || out.Reason != engine.Context {
 		t.Errorf("context limit: %d tokens, %s", len(out.IDs), out.Reason)
@@ -167,10 +172,10 @@ func (c *inserter) Commit(ids []int32) error {
 func TestInsert(t *testing.T) {
 	m := modeltest.Micro(t)
 	prompt := []int32{50, 60, 70, 80, 90}
-	plain := generate(t, newSingle(m), engine.Request{Prompt: prompt, MaxNew: 12}).IDs
+	plain := generate(t, newSingle(t, m), engine.Request{Prompt: prompt, MaxNew: 12}).IDs
 	insert := []int32{20, 21, 22}
 	for at := 1; at < 8; at++ {
-		after := generate(t, newSingle(m), engine.Request{Prompt: slices.Concat(prompt, plain[:at], insert), MaxNew: 6}).IDs
+		after := generate(t, newSingle(t, m), engine.Request{Prompt: slices.Concat(prompt, plain[:at], insert), MaxNew: 6}).IDs
 		want := slices.Concat(plain[:at], insert, after)
 		for _, draft := range []int{0, 3} {
 			w := &inserter{at: at, ids: insert}
@@ -178,7 +183,7 @@ func TestInsert(t *testing.T) {
 			if draft > 0 {
 				r.Drafter = truth(plain, func(round, i int) bool { return i > round%3 })
 			}
-			out := generate(t, newSingle(m), r)
+			out := generate(t, newSingle(t, m), r)
 			if !slices.Equal(out.IDs, want) || !slices.Equal(w.seen, want) {
 				t.Errorf("insert after %d, draft %d: %v, want %v", at, draft, out.IDs, want)
 			}
@@ -188,7 +193,7 @@ func TestInsert(t *testing.T) {
 
 func TestGenerateRefuses(t *testing.T) {
 	m := modeltest.Micro(t)
-	l := newSingle(m)
+	l := newSingle(t, m)
 	for name, r := range map[string]engine.Request{
 		"no prompt":    {MaxNew: 1},
 		"output":       {Prompt: []int32{1}, MaxNew: -1},
@@ -212,7 +217,7 @@ func TestGenerateRefuses(t *testing.T) {
 
 // Without output only the prompt runs, also one that fills the context; progress is told from 0 on, chunk by chunk.
 func TestPromptOnly(t *testing.T) {
-	l := newSingle(modeltest.Micro(t))
+	l := newSingle(t, modeltest.Micro(t))
 	for _, n := range []int{1, 31, 32, 33, 160} {
 		var seen []int
 		out := generate(t, l, engine.Request{Prompt: make([]int32, n), Progress: func(done int) { seen = append(seen, done) }})
@@ -237,7 +242,7 @@ func (f failing) Commit([]int32) error               { return f.err }
 
 func TestWatcherError(t *testing.T) {
 	cause := errors.New("no room")
-	_, err := newSingle(modeltest.Micro(t)).Run(context.Background(), engine.Request{Prompt: []int32{20}, MaxNew: 3, Watcher: failing{cause}})
+	_, err := newSingle(t, modeltest.Micro(t)).Run(context.Background(), engine.Request{Prompt: []int32{20}, MaxNew: 3, Watcher: failing{cause}})
 	var w *engine.WatcherError
 	if !errors.As(err, &w) || !errors.Is(err, cause) {
 		t.Errorf("%v", err)
@@ -249,9 +254,9 @@ func TestModelDrafter(t *testing.T) {
 	m := modeltest.Micro(t)
 	for seed := range int32(3) {
 		prompt := []int32{20 + seed, 300, 6, 41}
-		plain := generate(t, newSingle(m), engine.Request{Prompt: prompt, MaxNew: 16}).IDs
+		plain := generate(t, newSingle(t, m), engine.Request{Prompt: prompt, MaxNew: 16}).IDs
 		for _, k := range []int{1, 3, 5} {
-			out := generate(t, newSingle(m), engine.Request{Prompt: prompt, MaxNew: 16, Draft: k})
+			out := generate(t, newSingle(t, m), engine.Request{Prompt: prompt, MaxNew: 16, Draft: k})
 			if !slices.Equal(out.IDs, plain) {
 				t.Errorf("k %d: %v, plain is %v", k, out.IDs, plain)
 			}

@@ -479,12 +479,12 @@ func TestQueueRandom(t *testing.T) {
 func TestQueueBatch(t *testing.T) {
 	m := modeltest.Micro(t)
 	want := map[int32][]int32{}
-	alone := newSingle(m)
+	alone := newSingle(t, m)
 	const n = 4
 	for i := range int32(3) {
 		want[i] = generate(t, alone, engine.Request{Prompt: []int32{20 + i, 30, 40}, MaxNew: n, Sampling: engine.Sampling{Temperature: 1, Seed: 5}}).IDs
 	}
-	q := engine.NewQueue(newBatch(m, 3, 160), 12, time.Minute)
+	q := engine.NewQueue(newBatch(t, m, 3, 160), 12, time.Minute)
 	var clients sync.WaitGroup
 	for k := range 12 {
 		clients.Go(func() {

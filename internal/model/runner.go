@@ -3,6 +3,7 @@ package model
 import (
 	"errors"
 	"fmt"
+	"slices"
 
 	"ninfer/internal/backend"
 )
@@ -103,7 +104,12 @@ func (r *Runner) Prompt(in backend.LaneRows) (backend.LaneResult, error) {
 			return out, err
 		}
 		out.Picks = append(out.Picks, res.Lanes[0].Picks...)
-		out.Logits = append(out.Logits, res.Lanes[0].Logits...)
+		for _, row := range res.Lanes[0].Logits {
+			if end < n { // the next chunk may overwrite it
+				row = slices.Clone(row)
+			}
+			out.Logits = append(out.Logits, row)
+		}
 		if err := r.Seed(in.Lane, part.Tokens[1:]); err != nil {
 			return out, err
 		}
@@ -140,7 +146,9 @@ func (r *Runner) Draft(lane int, following []int32, k int, want backend.Want) ([
 		l := res.Lanes[0]
 		d := l.Picks[len(l.Picks)-1]
 		drafts = append(drafts, d)
-		logits = append(logits, l.Logits...)
+		for _, row := range l.Logits {
+			logits = append(logits, slices.Clone(row))
+		}
 		rows = backend.LaneRows{Lane: lane, Tokens: []int32{d}, Want: want, Chain: true}
 	}
 	return drafts, logits, nil

@@ -311,7 +311,7 @@ func (t *test) drafter(r *model.Runner) ([][]float32, error) {
 		if err != nil {
 			return nil, err
 		}
-		logits = append(logits, row...)
+		logits = append(logits, slices.Clone(row[0]))
 		if id, best := greedy(row[0], t.s.Model.Options.IDs); id != d && !t.encoded() && forced(t.c.DraftsMargin[i], best) {
 			t.broken("draft %d is %d, recorded is %d", i, id, d)
 		}
@@ -332,7 +332,7 @@ func (t *test) greedy(r *model.Runner, last []float32) error {
 		if err != nil {
 			return err
 		}
-		rows = append(rows, res.Lanes[0].Logits...)
+		rows = append(rows, slices.Clone(res.Lanes[0].Logits[0]))
 	}
 	equal := 0
 	for i, id := range ids {
