@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"math"
+	"sync"
 )
 
 // HasEncoder tells whether EncodeRows makes the format from BF16 values. NVFP4
@@ -75,7 +76,15 @@ func bf16At(src []byte, i int) float32 { return FromBF16(binary.LittleEndian.Uin
 // bf16NotFinite is the index of the first BF16 word that is infinite or NaN,
 // -1 if there is none.
 func bf16NotFinite(src []byte) int {
-	for i := range len(src) / 2 {
+	n := len(src) / 2
+	i := 0
+	for ; i+4 <= n; i += 4 {
+		// A magnitude of 0x7f80 or more carries into the lane's high bit.
+		if (binary.LittleEndian.Uint64(src[2*i:])&^lanesHigh+0x0080*lanesOne)&lanesHigh != 0 {
+			break
+		}
+	}
+	for ; i < n; i++ {
 		if src[2*i+1]&0x7f == 0x7f && src[2*i]&0x80 != 0 {
 			return i
 		}
@@ -86,7 +95,14 @@ func bf16NotFinite(src []byte) int {
 // bf16MaxAbs is the largest magnitude of finite BF16 words: their order is
 // that of their bits without the sign.
 func bf16MaxAbs(src []byte) float32 {
-	m := uint16(0)
+	var a, b uint64
+	for ; len(src) >= 16; src = src[16:] {
+		a = lanesMax(a, binary.LittleEndian.Uint64(src)&^lanesHigh)
+		b = lanesMax(b, binary.LittleEndian.Uint64(src[8:])&^lanesHigh)
+	}
+	a = lanesMax(a, b)
+	a = lanesMax(a, a>>32)
+	m := uint16(max(a&0xffff, a>>16&0xffff))
 	for i := range len(src) / 2 {
 		m = max(m, binary.LittleEndian.Uint16(src[2*i:])&0x7fff)
 	}
@@ -100,7 +116,7 @@ func encodeGroupedRow(f Format, codes, high, scales, src []byte) int {
 	var lanes [64]int8
 	group := f.Group()
 	hb := highBytes(f)
-	qmax := 1<<(f.codeBits()-1) - 1
+	qmax := int32(1)<<(f.codeBits()-1) - 1
 	qmin := -qmax - 1
 	if f == Q8G32 {
 		qmin = -qmax
@@ -117,16 +133,31 @@ func encodeGroupedRow(f Format, codes, high, scales, src []byte) int {
 				return g * group
 			}
 			inv := float32(1 / float64(FromF16(scale)))
-			for i := range len(part) / 2 {
-				y := float32(bf16At(part, i) * inv)
-				// |y| is at most twice qmax, however coarse a subnormal scale is.
-				lanes[i] = int8(max(qmin, min(qmax, int(math.RoundToEven(float64(y))))))
+			to := lanes[:len(part)/2]
+			for ; len(part) >= 8 && len(to) >= 4; part, to = part[8:], to[4:] {
+				v := binary.LittleEndian.Uint64(part)
+				to[0] = roundCode(FromBF16(uint16(v))*inv, qmin, qmax)
+				to[1] = roundCode(FromBF16(uint16(v>>16))*inv, qmin, qmax)
+				to[2] = roundCode(FromBF16(uint16(v>>32))*inv, qmin, qmax)
+				to[3] = roundCode(FromBF16(uint16(v>>48))*inv, qmin, qmax)
+			}
+			for i := range to {
+				to[i] = roundCode(bf16At(part, i)*inv, qmin, qmax)
 			}
 		}
 		binary.LittleEndian.PutUint16(scales[2*g:], scale)
 		packGroup(f, lanes[:group], codes[32*g:][:32], high[hb*g:][:hb])
 	}
 	return -1
+}
+
+// roundCode is the integer nearest to y, ties to even, inside the limits. |y| is
+// at most twice qmax, however coarse a subnormal scale is, so that adding
+// 1.5*2^23, where integers are the spacing of binary32, rounds it.
+func roundCode(y float32, qmin, qmax int32) int8 {
+	const integers = 0x1.8p23
+	n := int32(math.Float32bits(float32(y)+integers)) - 0x4b400000
+	return int8(max(qmin, min(qmax, n)))
 }
 
 // encodeFP8Row is the row encoder of specification 2.5 for one row of finite
@@ -144,8 +175,45 @@ func encodeFP8Row(codes, src []byte) (uint16, bool) {
 	if !positive(q) {
 		return scale, false
 	}
+	src = src[:2*len(codes)]
+	exponent := int(scale >> 7)
+	if exponent < 32 { // subnormal values might count
+		for i := range codes {
+			codes[i] = ToE4M3(float32(bf16At(src, i) * q))
+		}
+		return scale, true
+	}
+	table := fp8Rows()[scale&0x7f]
+	base := (exponent + fp8RowFirst) << 7
 	for i := range codes {
-		codes[i] = ToE4M3(float32(bf16At(src, i) * q))
+		w := binary.LittleEndian.Uint16(src[2*i:])
+		codes[i] = table[max(int(w&0x7fff)-base, 0)] | byte(w>>8)&0x80
 	}
 	return scale, true
 }
+
+// A value's code depends on the fractions of value and scale and on the
+// distance of their exponents: a power of two in the scale moves both factors
+// and the product exactly. Values 2^fp8RowFirst scales large or smaller become
+// zero; none is 2^(fp8RowLast+1) scales large.
+const (
+	fp8RowFirst = -11
+	fp8RowLast  = 9
+)
+
+type fp8Row [(fp8RowLast - fp8RowFirst + 1) << 7]byte
+
+// fp8Rows holds, by the fraction of the scale, the code of every magnitude from
+// 2^fp8RowFirst times the scale's power of two on.
+var fp8Rows = sync.OnceValue(func() *[128]fp8Row {
+	t := new([128]fp8Row)
+	const one = 127 << 7 // BF16 word of 1
+	for f := range t {
+		q := float32(1 / float64(FromBF16(uint16(one|f))))
+		for i := range t[f] {
+			x := FromBF16(uint16(one + fp8RowFirst<<7 + i))
+			t[f][i] = ToE4M3(float32(x * q))
+		}
+	}
+	return t
+})

@@ -1,6 +1,7 @@
 package num
 
 import (
+	"encoding/binary"
 	"fmt"
 	"math"
 )
@@ -32,6 +33,10 @@ const maxNVFP4 = 6 * MaxE4M3
 // codes, the n*k/16 bytes of the swizzled scale plane, and returns the
 // divisor. It fails on a value that is not finite, on an all-zero matrix
 // (ProfileB) and where the divisor would not be finite and positive.
+//
+// Profile A, in binary32: y = x*d, s = e4m3(min(max|y|/6, 448)), code =
+// e2m1(y/s). Profile B, in binary64: s = e4m3(min(max|x|/(6*g), 448)) with
+// g = amax/2688, code = e2m1(x/(s/d)).
 func EncodeNVFP4(p Profile, n, k int, src, codes, scales []byte) (float32, error) {
 	if n%128 != 0 || k%64 != 0 || len(src) != 2*n*k || len(codes) != n*k/2 || len(scales) != n*k/16 {
 		panic(fmt.Sprintf("num: nvfp4 [%d,%d] from %d bytes to %d and %d", n, k, len(src), len(codes), len(scales)))
@@ -48,69 +53,129 @@ func EncodeNVFP4(p Profile, n, k int, src, codes, scales []byte) (float32, error
 		clear(scales)
 		return 1, nil
 	}
-	global := float64(amax) / maxNVFP4 // used by profile B
-	d := float32(maxNVFP4 / float64(amax))
+	e := nvfp4Encoder{profile: p, global: float64(amax) / maxNVFP4, d: float32(maxNVFP4 / float64(amax))}
 	if p == ProfileB {
-		d = float32(1 / global)
+		e.d = float32(1 / e.global)
 	}
-	if !positive(d) {
-		return 0, fmt.Errorf("largest magnitude %v gives the divisor %v, which is not finite and positive", amax, d)
+	if !positive(e.d) {
+		return 0, fmt.Errorf("largest magnitude %v gives the divisor %v, which is not finite and positive", amax, e.d)
 	}
+	// Scales first, codes then: each loop's turns are independent of each other.
+	words := make([]byte, k/16)
 	for r := range n {
-		for g := range k / 16 {
-			i := r*k + 16*g
-			group, out := src[2*i:][:32], codes[i/2:][:8]
-			if p == ProfileA {
-				scales[Swizzle(r, g, k)] = encodeGroupA(out, group, d)
-			} else {
-				scales[Swizzle(r, g, k)] = encodeGroupB(out, group, d, global)
-			}
+		row, out := src[2*r*k:][:2*k], codes[r*k/2:][:k/2]
+		for g := range words {
+			words[g] = e.scale(row[32*g:][:32])
+		}
+		for g, word := range words {
+			e.encode(out[8*g:][:8], row[32*g:][:32], word)
+		}
+		line := scales[Swizzle(r, 0, k):]
+		for g := 0; g < len(words); g += 4 {
+			copy(line[g*128:][:4], words[g:][:4])
 		}
 	}
-	return d, nil
+	return e.d, nil
 }
 
-// encodeGroupA encodes 16 values in binary32 and returns the scale word.
-func encodeGroupA(out, src []byte, d float32) byte {
-	var y [16]float32
-	most := uint32(0) // magnitudes are ordered as their bits
-	for i := range y {
-		y[i] = float32(bf16At(src, i) * d)
-		most = max(most, math.Float32bits(y[i])&0x7fffffff)
+// nvfp4Encoder encodes the groups of one matrix.
+//
+// The code of a value grows with its magnitude, and BF16 has few magnitudes.
+// So instead of dividing every value, it finds for each scale word the
+// magnitudes at which codes 1 to 7 begin, by the profile's own arithmetic, and
+// counts how many of these a value has reached.
+type nvfp4Encoder struct {
+	profile Profile
+	d       float32
+	global  float64 // of profile B
+
+	known [128]bool
+	begin [128][7]uint64 // by scale word: the magnitude in all four 16-bit lanes; 0x8000 is never reached
+}
+
+const (
+	lanesHigh = 0x8000800080008000
+	lanesOne  = 0x0001000100010001
+)
+
+// encode writes the codes of 16 values under a scale word.
+func (e *nvfp4Encoder) encode(out, src []byte, word byte) {
+	_, _ = out[7], src[31]
+	if word == 0 {
+		clear(out[:8])
+		return
 	}
-	word := ToE4M3(min(math.Float32frombits(most)/6, MaxE4M3))
+	if !e.known[word] {
+		e.measure(word)
+	}
+	b := &e.begin[word]
+	b0, b1, b2, b3, b4, b5, b6 := b[0], b[1], b[2], b[3], b[4], b[5], b[6]
+	for i := range 4 {
+		v := binary.LittleEndian.Uint64(src[8*i:])
+		m := v | lanesHigh // the guard bit keeps borrows inside their lanes
+		n := (m-b0)&lanesHigh>>15 + (m-b1)&lanesHigh>>15 + (m-b2)&lanesHigh>>15 + (m-b3)&lanesHigh>>15 +
+			(m-b4)&lanesHigh>>15 + (m-b5)&lanesHigh>>15 + (m-b6)&lanesHigh>>15
+		sign := v & lanesHigh
+		if e.profile == ProfileB { // negative zero has none there
+			sign &= v&^lanesHigh + ^uint64(lanesHigh)
+		}
+		n |= sign >> 12
+		n |= n >> 12
+		out[2*i], out[2*i+1] = byte(n), byte(n>>32)
+	}
+}
+
+// lanesMax is the larger of each pair of 15-bit lanes.
+func lanesMax(a, b uint64) uint64 {
+	larger := ((a | lanesHigh) - b) & lanesHigh // where a >= b
+	mask := larger - larger>>15
+	return a&mask | b&^(mask|lanesHigh)
+}
+
+// scale is the scale word of 16 values.
+func (e *nvfp4Encoder) scale(src []byte) byte {
+	_ = src[31]
+	le := binary.LittleEndian
+	m := lanesMax(
+		lanesMax(le.Uint64(src)&^lanesHigh, le.Uint64(src[8:])&^lanesHigh),
+		lanesMax(le.Uint64(src[16:])&^lanesHigh, le.Uint64(src[24:])&^lanesHigh))
+	m = lanesMax(m, m>>32)
+	most := FromBF16(uint16(max(m&0xffff, m>>16&0xffff)))
+	if e.profile == ProfileA {
+		return ToE4M3(min(float32(most*e.d)/6, MaxE4M3))
+	}
+	return ToE4M3(float32(min(float64(most)/(6*e.global), MaxE4M3)))
+}
+
+// code is the magnitude of the code of a BF16 magnitude under a scale.
+func (e *nvfp4Encoder) code(magnitude uint16, s float32) byte {
+	x := FromBF16(magnitude)
+	if e.profile == ProfileA {
+		y := float32(x * e.d)
+		return e2m1Magnitude(float64(y / s))
+	}
+	return e2m1Magnitude(float64(x) / (float64(s) / float64(e.d)))
+}
+
+// measure finds where codes begin under a scale word that is not zero.
+func (e *nvfp4Encoder) measure(word byte) {
+	e.known[word] = true
 	s := FromE4M3(word)
-	if s == 0 {
-		clear(out)
-		return word
-	}
-	for i := range out {
-		out[i] = ToE2M1(y[2*i]/s) | ToE2M1(y[2*i+1]/s)<<4
-	}
-	return word
-}
-
-// encodeGroupB encodes 16 values in binary64 and returns the scale word.
-func encodeGroupB(out, src []byte, d float32, global float64) byte {
-	most := float64(bf16MaxAbs(src))
-	word := ToE4M3(float32(min(most/(6*global), MaxE4M3)))
-	step := float64(FromE4M3(word)) / float64(d)
-	if step == 0 {
-		clear(out)
-		return word
-	}
-	code := func(i int) byte {
-		q := float64(bf16At(src, i)) / step
-		c := e2m1Magnitude(math.Abs(q))
-		if q < 0 {
-			c |= 8
+	for i, boundary := range [7]float64{0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5} {
+		code := byte(i + 1)
+		const end = 0x7f80 // infinity
+		m := min(ToBF16(float32(boundary*float64(s)/float64(e.d)))&0x7fff, end)
+		for m > 0 && e.code(m-1, s) >= code {
+			m--
 		}
-		return c
+		for m < end && e.code(m, s) < code {
+			m++
+		}
+		if m == end {
+			m = 0x8000
+		}
+		e.begin[word][i] = uint64(m) * lanesOne
 	}
-	for i := range out {
-		out[i] = code(2*i) | code(2*i+1)<<4
-	}
-	return word
 }
 
 // ModelOptDivisor turns a multiplier of a ModelOpt checkpoint (weight_scale_2

@@ -49,15 +49,19 @@ func packGroup(f Format, lanes []int8, base, high []byte) {
 	for j := range base {
 		base[j] = byte(lanes[2*j])&15 | byte(lanes[2*j+1])<<4
 	}
-	clear(high)
 	switch f {
 	case Q5G64:
-		for i, c := range lanes {
-			high[i/8] |= byte(c) >> 4 & 1 << (i % 8)
+		for j := range high {
+			l, h := lanes[8*j:][:8], byte(0)
+			for i, c := range l {
+				h |= byte(c) >> 4 & 1 << i
+			}
+			high[j] = h
 		}
 	case Q6G64:
-		for i, c := range lanes {
-			high[i/4] |= byte(c) >> 4 & 3 << (i % 4 * 2)
+		for j := range high {
+			l := lanes[4*j:][:4]
+			high[j] = byte(l[0])>>4&3 | byte(l[1])>>4&3<<2 | byte(l[2])>>4&3<<4 | byte(l[3])>>4&3<<6
 		}
 	}
 }
