@@ -8,6 +8,7 @@ import (
 	"ninfer/internal/backend"
 	"ninfer/internal/backend/cpu"
 	"ninfer/internal/engine"
+	"ninfer/internal/front"
 	"ninfer/internal/model"
 )
 
@@ -162,28 +163,14 @@ func (f *samplingFlags) check() error {
 	return nil
 }
 
-// sampling overlays the options on the defaults of the mode (product.md 8.7).
-func (f *samplingFlags) sampling(thinking bool) engine.Sampling {
-	s := engine.Sampling{Temperature: 1, TopP: 0.95, TopK: 20}
-	if !thinking {
-		s = engine.Sampling{Temperature: 0.7, TopP: 0.8, TopK: 20, Presence: 1.5}
-	}
-	set(&s.Temperature, f.Temperature)
-	set(&s.TopP, f.TopP)
-	set(&s.TopK, f.TopK)
-	set(&s.MinP, f.MinP)
-	set(&s.Presence, f.PresencePenalty)
-	set(&s.Frequency, f.FrequencyPenalty)
-	set(&s.Seed, f.Seed)
-	if f.Greedy {
-		s.Temperature = 0
-	}
-	return s
-}
-
-func set[T any](dst, v *T) {
-	if v != nil {
-		*dst = *v
+// front are these options as settings of the text side.
+func (f *samplingFlags) front(context int) front.Options {
+	return front.Options{
+		Context: context, NoThinking: f.NoThinking, PreserveThinking: f.PreserveThinking, Greedy: f.Greedy,
+		Sampling: front.Settings{
+			Temperature: f.Temperature, TopP: f.TopP, TopK: f.TopK, MinP: f.MinP,
+			Presence: f.PresencePenalty, Frequency: f.FrequencyPenalty, Seed: f.Seed,
+		},
 	}
 }
 

@@ -2,14 +2,15 @@ package cli
 
 import (
 	"cmp"
-	"encoding/json/v2"
 	"errors"
 	"fmt"
 	"maps"
+	"os"
 	"slices"
 
 	"ninfer/internal/arch"
 	"ninfer/internal/artifact"
+	"ninfer/internal/front"
 	"ninfer/internal/model"
 	"ninfer/internal/text/chat"
 	"ninfer/internal/text/token"
@@ -24,7 +25,6 @@ type loaded struct {
 	config    *arch.Config
 	tokenizer *token.Tokenizer
 	template  *chat.Template
-	stopIDs   []int32 // generation_config.json's eos_token_id
 }
 
 // errNoModel is what commands say where an artifact is needed and none is named.
@@ -61,7 +61,7 @@ func (l *loaded) frontend() error {
 		}
 		return b
 	}
-	tokenizer, config, template, generation := resource("tokenizer.json"), resource("tokenizer_config.json"), resource("chat_template.jinja"), resource("generation_config.json")
+	tokenizer, config, template := resource("tokenizer.json"), resource("tokenizer_config.json"), resource("chat_template.jinja")
 	if err != nil {
 		return err
 	}
@@ -71,25 +71,34 @@ func (l *loaded) frontend() error {
 	if l.template, err = chat.NewTemplate("chat_template.jinja", template); err != nil {
 		return fmt.Errorf("%s: %w", l.store.File.Path(), err)
 	}
-	if l.stopIDs, err = stopIDs(generation); err != nil {
-		return fmt.Errorf("%s: generation_config.json: %w", l.store.File.Path(), err)
-	}
 	return nil
 }
 
-// stopIDs reads eos_token_id: one id or a list.
-func stopIDs(generation []byte) ([]int32, error) {
-	var many struct {
-		IDs []int32 `json:"eos_token_id"`
+// front makes the text side of the artifact with the given settings.
+func (l *loaded) front(opt front.Options) (*front.Front, error) {
+	opt.Tokenizer, opt.Template = l.tokenizer, l.template
+	var err error
+	if opt.TokenizerConfig, err = l.store.Resource("text", "tokenizer_config.json"); err != nil {
+		return nil, err
 	}
-	if err := json.Unmarshal(generation, &many); err == nil {
-		return many.IDs, nil
+	if opt.GenerationConfig, err = l.store.Resource("text", "generation_config.json"); err != nil {
+		return nil, err
 	}
-	var one struct {
-		ID int32 `json:"eos_token_id"`
+	f, err := front.New(opt)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", l.store.File.Path(), err)
 	}
-	err := json.Unmarshal(generation, &one)
-	return []int32{one.ID}, err
+	return f, nil
+}
+
+// override replaces the artifact's chat template by a file's.
+func (l *loaded) override(path string) error {
+	source, err := os.ReadFile(path)
+	if err != nil {
+		return err
+	}
+	l.template, err = chat.NewTemplate(path, source)
+	return err
 }
 
 // bind binds the weights.

@@ -3,6 +3,7 @@ package cli
 import (
 	"bytes"
 	"cmp"
+	"context"
 	"encoding/json/jsontext"
 	"encoding/json/v2"
 	"errors"
@@ -10,11 +11,12 @@ import (
 	"io"
 	"os"
 	"slices"
+	"strings"
 	"time"
 
 	"ninfer/internal/engine"
+	"ninfer/internal/front"
 	"ninfer/internal/text/chat"
-	"ninfer/internal/text/decode"
 )
 
 type runCommand struct {
@@ -38,16 +40,24 @@ type runCommand struct {
 	samplingFlags `embed:""`
 }
 
-func (c *runCommand) check() error {
-	c.MaxContext = cmp.Or(c.MaxContext, 2048)
-	inputs := 0
+// interactive reports whether the command line names no prompt and a person is there to type one.
+func (c *runCommand) interactive(e *environment) bool { return c.inputs() == 0 && e.terminal() }
+
+// inputs is how many prompts the command line names.
+func (c *runCommand) inputs() int {
+	n := 0
 	for _, given := range []bool{c.Prompt != "", c.Messages != "", c.RawPrompt != nil, c.PromptIDs != nil} {
 		if given {
-			inputs++
+			n++
 		}
 	}
+	return n
+}
+
+func (c *runCommand) check(e *environment) error {
+	c.MaxContext = cmp.Or(c.MaxContext, 2048)
 	switch {
-	case inputs != 1:
+	case c.inputs() != 1 && !c.interactive(e):
 		return usagef("need exactly one of --prompt, --messages, --raw-prompt and --prompt-ids, with some text")
 	case c.MaxNew < 1:
 		return usagef("--max-new is %d, need at least 1", c.MaxNew)
@@ -57,8 +67,6 @@ func (c *runCommand) check() error {
 		return usagef("a stop string is empty")
 	case c.ReasoningEffort != "" && c.ReasoningEffort != "none" && c.NoThinking:
 		return usagef("--reasoning-effort %s with --no-thinking", c.ReasoningEffort)
-	case c.ReasoningEffort != "" && c.ReasoningEffort != "none" && !slices.Contains(chat.Efforts, c.ReasoningEffort):
-		return usagef("--reasoning-effort %s: need none or one of %v", c.ReasoningEffort, chat.Efforts)
 	}
 	if err := c.modelFlags.check(1); err != nil {
 		return err
@@ -66,14 +74,11 @@ func (c *runCommand) check() error {
 	return c.samplingFlags.check()
 }
 
-// earlyClose is appended when a thinking budget is used up: a sentence that lets the model go on to the answer, and the end of the
-// block (product.md 8.6 gives the rule; the words are ours and part of docs).
-const earlyClose = "\n\nThe time to think is over; I answer with what I have.\n</think>\n\n"
-
 func (c *runCommand) Run(e *environment) error {
-	if err := c.check(); err != nil {
+	if err := c.check(e); err != nil {
 		return err
 	}
+	prepare := time.Now()
 	l, err := load(c.Artifact)
 	if err != nil {
 		return err
@@ -84,9 +89,24 @@ func (c *runCommand) Run(e *environment) error {
 			return err
 		}
 	}
-	prepare := time.Now()
-	ids, thinking, err := c.prompt(e, l)
+	opt := c.samplingFlags.front(c.MaxContext)
+	opt.MaxTokens = c.MaxNew
+	f, err := l.front(opt)
 	if err != nil {
+		return err
+	}
+	req, err := c.request(e, l)
+	if err != nil {
+		return err
+	}
+	if c.interactive(e) {
+		return c.converse(e, l, f, req)
+	}
+	p, err := f.Prepare(req)
+	if err != nil {
+		return usageError{err}
+	}
+	if err := roomFor(p, c.MaxContext); err != nil {
 		return err
 	}
 	m, err := l.bind(c.options())
@@ -99,34 +119,8 @@ func (c *runCommand) Run(e *environment) error {
 	}
 	defer dev.Close()
 	prepared := time.Since(prepare)
-
-	out := &printer{answer: e.out, reasoning: e.err}
-	opt := decode.Options{
-		Thinking: thinking, StopIDs: slices.Concat(l.stopIDs, c.StopTokenID), Stops: c.Stop, ReasoningStops: c.ReasoningStop, Raw: c.RawOutput,
-	}
-	if id, ok := l.tokenizer.ID("</think>"); ok {
-		opt.ThinkEnd = id
-	} else {
-		opt.Thinking = false
-	}
-	if c.ThinkingBudget > 0 && opt.Thinking && c.MaxNew > c.ThinkingBudget {
-		opt.Budget, opt.Closing = c.ThinkingBudget, l.tokenizer.Encode(earlyClose)
-		if room := min(c.MaxNew, c.MaxContext-len(ids)); room < c.ThinkingBudget+len(opt.Closing)+1 {
-			return usagef("--thinking-budget %d: the limit of %d tokens cannot hold the budget, its %d closing tokens and an answer", c.ThinkingBudget, room, len(opt.Closing))
-		}
-	}
-	if out.decoder, err = decode.New(l.tokenizer, opt); err != nil {
-		return usageError{err}
-	}
-	res, err := batch.Run(e.ctx, engine.Request{
-		Prompt: ids, MaxNew: c.MaxNew, Sampling: c.sampling(thinking), Watcher: out, Draft: c.DraftTokens,
-	})
-	if errors.Is(err, engine.ErrPromptTooLong) {
-		return usageError{hintedError{err, "a larger --max-context, or a shorter prompt"}}
-	}
-	if flushed := out.finish(); err == nil {
-		err = flushed
-	}
+	out := &printer{session: p.Session(), answer: e.out, reasoning: e.err}
+	res, err := out.generate(e.ctx, batch, p, c.DraftTokens)
 	if err != nil {
 		return err
 	}
@@ -137,80 +131,44 @@ func (c *runCommand) Run(e *environment) error {
 	return nil
 }
 
-// override replaces the artifact's chat template by a file's.
-func (l *loaded) override(path string) error {
-	source, err := os.ReadFile(path)
-	if err != nil {
-		return err
+// roomFor refuses a prompt that fills the context.
+func roomFor(p *front.Prepared, context int) error {
+	if p.MaxNew > 0 {
+		return nil
 	}
-	l.template, err = chat.NewTemplate(path, source)
-	return err
+	return usageError{hintedError{
+		fmt.Errorf("prompt too long: %d tokens and room for output do not fit a context of %d", len(p.Prompt), context),
+		"a larger --max-context, or a shorter prompt",
+	}}
 }
 
-// prompt makes the ids, and says whether the prompt leaves a think block open.
-func (c *runCommand) prompt(e *environment, l *loaded) (ids []int32, thinking bool, err error) {
+// request is the command line as a request.
+func (c *runCommand) request(e *environment, l *loaded) (front.Request, error) {
+	req := front.Request{
+		Effort: c.ReasoningEffort, Stop: c.Stop, ReasoningStop: c.ReasoningStop, StopIDs: c.StopTokenID, Raw: c.RawOutput,
+	}
+	if c.ThinkingBudget > 0 {
+		req.ThinkingBudget = &c.ThinkingBudget
+	}
+	var err error
 	switch {
 	case c.PromptIDs != nil:
-		ids, err = parseIDs(*c.PromptIDs)
+		req.Prompt, err = parseIDs(*c.PromptIDs)
+		req.Prompt = append([]int32{}, req.Prompt...)
 	case c.RawPrompt != nil:
-		ids = l.tokenizer.Encode(*c.RawPrompt)
-	default:
-		ids, err = c.conversation(e, l)
-	}
-	if err != nil {
-		return nil, false, err
-	}
-	if len(ids) == 0 {
-		return nil, false, usagef("the prompt has no tokens")
-	}
-	for _, id := range ids {
-		if int(id) >= l.tokenizer.Count() {
-			return nil, false, usagef("prompt id %d is not one of the tokenizer's %d", id, l.tokenizer.Count())
+		req.Prompt = append([]int32{}, l.tokenizer.Encode(*c.RawPrompt)...)
+	case c.Prompt != "":
+		req.Messages = []front.Message{{Role: "user", Content: front.Text(c.Prompt)}}
+	case c.Messages != "":
+		var raw []byte
+		if raw, err = readInput(e, c.Messages); err != nil {
+			return req, usageError{err}
+		}
+		if req.Messages, req.Tools, err = parseConversation(raw); err != nil {
+			return req, usagef("%s: %w", c.Messages, err)
 		}
 	}
-	open, ok := l.tokenizer.ID("<think>")
-	end, _ := l.tokenizer.ID("</think>")
-	for i := len(ids) - 1; ok && i >= 0; i-- {
-		if ids[i] == open || ids[i] == end {
-			return ids, ids[i] == open, nil
-		}
-	}
-	return ids, false, nil
-}
-
-// conversation renders --prompt or --messages with the template.
-func (c *runCommand) conversation(e *environment, l *loaded) ([]int32, error) {
-	in := chat.Input{AddGenerationPrompt: true, PreserveThinking: c.PreserveThinking}
-	thinking := !c.NoThinking && c.ReasoningEffort != "none"
-	in.EnableThinking = &thinking
-	if c.ReasoningEffort != "none" {
-		in.ReasoningEffort = c.ReasoningEffort
-	}
-	if c.Prompt != "" {
-		in.Messages = []chat.Message{{Role: "user", Content: chat.TextContent(c.Prompt)}}
-	} else {
-		raw, err := readInput(e, c.Messages)
-		if err != nil {
-			return nil, usageError{err}
-		}
-		if in.Messages, in.Tools, err = parseConversation(raw); err != nil {
-			return nil, usagef("%s: %w", c.Messages, err)
-		}
-	}
-	if in.ReasoningEffort != "" {
-		known, err := l.template.ProbeEfforts()
-		if err != nil {
-			return nil, err
-		}
-		if !slices.Contains(known.Accepted, in.ReasoningEffort) {
-			return nil, usagef("--reasoning-effort %s: the template knows %v", in.ReasoningEffort, known.Accepted)
-		}
-	}
-	p, err := l.template.Render(in)
-	if err != nil {
-		return nil, usageError{err}
-	}
-	return p.Encode(l.tokenizer), nil
+	return req, err
 }
 
 // readInput reads a file, or stdin for "-".
@@ -252,44 +210,59 @@ func parseConversation(raw []byte) ([]chat.Message, []jsontext.Value, error) {
 
 // printer is the watcher of a run: answers go to stdout and reasoning to stderr, as they are committed.
 type printer struct {
-	decoder           *decode.Decoder
+	session           *front.Session
 	answer, reasoning io.Writer
-	reason            decode.Event
-	wroteReasoning    bool
-	wroteAnswer       bool
+	stopped           string          // the stop string that ended the output
+	said              strings.Builder // the answer
+	thought           bool
 	newline           bool // the answer so far ends a line
+}
+
+// generate runs a prepared request and prints what comes.
+func (p *printer) generate(ctx context.Context, b *engine.Batch, r *front.Prepared, drafts int) (engine.Outcome, error) {
+	res, err := b.Run(ctx, engine.Request{Prompt: r.Prompt, MaxNew: r.MaxNew, Sampling: engine.Sampling(r.Sampling), Watcher: p, Draft: drafts})
+	if err != nil {
+		return res, err
+	}
+	err = p.print(p.session.Finish())
+	if p.said.Len() > 0 && !p.newline {
+		io.WriteString(p.answer, "\n")
+	}
+	if p.thought && p.said.Len() == 0 {
+		io.WriteString(p.reasoning, "\n")
+	}
+	return res, err
 }
 
 // Preview is of engine.Watcher.
 func (p *printer) Preview(ids []int32) engine.Verdict {
-	keep, why := p.decoder.Preview(ids)
-	switch why {
-	case decode.StopID, decode.StopString:
-		return engine.Verdict{Keep: keep, Reason: engine.Stop}
-	case decode.Budget:
-		return engine.Verdict{Keep: keep, Insert: p.decoder.Closing()}
+	keep, ends, insert := p.session.Preview(ids)
+	v := engine.Verdict{Keep: keep, Insert: insert}
+	if ends {
+		v.Reason = engine.Stop
 	}
-	return engine.Verdict{Keep: keep}
+	return v
 }
 
 // Commit is of engine.Watcher.
-func (p *printer) Commit(ids []int32) error { return p.print(p.decoder.Commit(ids)) }
+func (p *printer) Commit(ids []int32) error { return p.print(p.session.Commit(ids)) }
 
-func (p *printer) print(events []decode.Event) error {
+func (p *printer) print(events []front.Event) error {
 	for _, ev := range events {
 		var err error
 		switch ev.Kind {
-		case decode.Reasoning:
-			p.wroteReasoning = true
+		case front.Reasoning:
+			p.thought = true
 			_, err = io.WriteString(p.reasoning, ev.Text)
-		case decode.Answer:
-			if p.wroteReasoning && !p.wroteAnswer {
+		case front.Answer:
+			if p.thought && p.said.Len() == 0 {
 				io.WriteString(p.reasoning, "\n")
 			}
-			p.wroteAnswer, p.newline = true, ev.Text[len(ev.Text)-1] == '\n'
+			p.said.WriteString(ev.Text)
+			p.newline = strings.HasSuffix(ev.Text, "\n")
 			_, err = io.WriteString(p.answer, ev.Text)
-		case decode.End:
-			p.reason = ev
+		case front.End:
+			p.stopped = ev.Text
 		}
 		if err != nil {
 			return err
@@ -298,32 +271,20 @@ func (p *printer) print(events []decode.Event) error {
 	return nil
 }
 
-// finish prints what was held back and ends the line.
-func (p *printer) finish() error {
-	err := p.print(p.decoder.Finish())
-	if p.wroteAnswer && !p.newline {
-		io.WriteString(p.answer, "\n")
-	}
-	if p.wroteReasoning && !p.wroteAnswer {
-		io.WriteString(p.reasoning, "\n")
-	}
-	return err
-}
-
 // report tells how the generation went.
 func (c *runCommand) report(e *environment, res engine.Outcome, out *printer, prepared time.Duration) {
-	s := res.Stats
+	s, u := res.Stats, out.session.Usage()
 	reason := string(res.Reason)
-	if out.reason.Stop != "" {
-		reason += fmt.Sprintf(" at %q", out.reason.Stop)
+	if out.stopped != "" {
+		reason += fmt.Sprintf(" at %q", out.stopped)
 	}
-	e.say("%s: %d prompt, %d output, %d reasoning tokens", reason, s.PromptTokens, s.OutputTokens, out.decoder.ReasoningTokens())
 	rate := func(n int, d time.Duration) float64 { return float64(n) / max(d.Seconds(), 1e-9) }
-	e.say("prepare %v, prefill %v (%.1f tokens/s), decode %v (%.1f tokens/s)", round(prepared), round(s.Prefill), rate(s.PromptTokens, s.Prefill),
-		round(s.Decode), rate(max(s.OutputTokens-1, 0), s.Decode))
+	e.say("%s: %d prompt, %d output, %d reasoning tokens", reason, u.Prompt, u.Completion, u.Reasoning)
+	e.say("prepare %v, prefill %v (%.1f tokens/s), decode %v (%.1f tokens/s), total %v", round(prepared),
+		round(s.Prefill), rate(s.PromptTokens, s.Prefill), round(s.Decode), rate(max(s.OutputTokens-1, 0), s.Decode), round(prepared+s.Prefill+s.Decode))
 	if c.DraftTokens > 0 {
 		e.say("drafting: %d rounds, %d drafted, %d accepted, %.2f tokens a round, accepted at %v, %d steps without drafts",
-			s.Rounds, s.Drafted, s.Accepted, 1+rate(s.Accepted, time.Duration(s.Rounds)*time.Second), s.AcceptedAt, s.FallbackSteps)
+			s.Rounds, s.Drafted, s.Accepted, 1+float64(s.Accepted)/float64(max(s.Rounds, 1)), s.AcceptedAt, s.FallbackSteps)
 	}
 	if c.PrintTokenIDs {
 		e.say("ids %v", res.IDs)

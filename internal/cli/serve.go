@@ -295,24 +295,12 @@ func (c *serveCommand) open(e *environment, l *loaded) (o opening) {
 
 // front makes the text side with the process's settings.
 func (c *serveCommand) front(l *loaded) (*front.Front, error) {
-	opt := front.Options{
-		Tokenizer: l.tokenizer, Template: l.template, Context: c.MaxContext, MaxTokens: c.DefaultMaxTokens, FreshSeeds: true,
-		NoThinking: c.NoThinking, PreserveThinking: c.PreserveThinking, Greedy: c.Greedy,
-		Sampling: front.Settings{
-			Temperature: c.Temperature, TopP: c.TopP, TopK: c.TopK, MinP: c.MinP, Presence: c.PresencePenalty, Frequency: c.FrequencyPenalty, Seed: c.Seed,
-		},
-	}
+	opt := c.samplingFlags.front(c.MaxContext)
+	opt.MaxTokens, opt.FreshSeeds = c.DefaultMaxTokens, true
 	if c.DefaultThinkingBudget != nil {
 		opt.ThinkingBudget = *c.DefaultThinkingBudget
 	}
-	var err error
-	if opt.TokenizerConfig, err = l.store.Resource("text", "tokenizer_config.json"); err != nil {
-		return nil, err
-	}
-	if opt.GenerationConfig, err = l.store.Resource("text", "generation_config.json"); err != nil {
-		return nil, err
-	}
-	return front.New(opt)
+	return l.front(opt)
 }
 
 // name is what an artifact calls its model.

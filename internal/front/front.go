@@ -142,6 +142,8 @@ func Text(text string) []Part { return chat.TextContent(text) }
 
 // Request is one generation as a client asks for it. Nil and empty are "not given".
 type Request struct {
+	// Prompt, if not nil, is the prompt as it is, instead of a conversation.
+	Prompt []int32
 	// Messages is the conversation. A last message of the assistant's is continued.
 	Messages []Message
 	Tools    []jsontext.Value
@@ -199,9 +201,15 @@ func (f *Front) Prepare(req Request) (*Prepared, error) {
 			return nil, refuse(CodeInvalidValue, "stop_token_ids", "stop id %d is not one of 0 to %d", id, f.opt.Tokenizer.Count()-1)
 		}
 	}
-	if err := p.render(thinking); err != nil {
+	if req.Prompt != nil {
+		err = p.given()
+	} else {
+		err = p.render(thinking)
+	}
+	if err != nil {
 		return nil, err
 	}
+	p.markers()
 	if err := p.limits(); err != nil {
 		return nil, err
 	}
@@ -214,7 +222,7 @@ func (f *Front) Prepare(req Request) (*Prepared, error) {
 	if f.opt.Greedy {
 		p.Sampling.Temperature = 0
 	}
-	p.req.Messages, p.req.Tools, p.req.Args = nil, nil, nil // large, and not needed for the output
+	p.req.Prompt, p.req.Messages, p.req.Tools, p.req.Args = nil, nil, nil, nil // large, and not needed for the output
 	return p, nil
 }
 
@@ -277,14 +285,33 @@ func (p *Prepared) render(thinking bool) error {
 	if len(p.Prompt) == 0 {
 		return refuse(CodeInvalidPrompt, "messages", "the prompt has no tokens")
 	}
-	// The prompt says whether a block is open, not the option: a template may ignore it. User text cannot hold the markers.
-	for _, id := range slices.Backward(p.Prompt) {
-		if id == f.open || id == f.shut {
-			p.Thinking = id == f.open
-			break
+	return nil
+}
+
+// given takes a prompt of ids.
+func (p *Prepared) given() error {
+	p.Prompt = p.req.Prompt
+	if len(p.Prompt) == 0 {
+		return refuse(CodeInvalidPrompt, "prompt", "the prompt has no tokens")
+	}
+	for _, id := range p.Prompt {
+		if n := p.front.opt.Tokenizer.Count(); id < 0 || int(id) >= n {
+			return refuse(CodeInvalidPrompt, "prompt", "prompt id %d is not one of 0 to %d", id, n-1)
 		}
 	}
+	p.Text = p.front.opt.Tokenizer.Decode(p.Prompt)
 	return nil
+}
+
+// markers finds whether a think block is open. The prompt says so, not the option: a template may ignore it, and user text cannot hold
+// the markers.
+func (p *Prepared) markers() {
+	for _, id := range slices.Backward(p.Prompt) {
+		if id == p.front.open || id == p.front.shut {
+			p.Thinking = id == p.front.open
+			return
+		}
+	}
 }
 
 // limits resolves output limit and thinking budget.
