@@ -72,6 +72,8 @@ func (b *Batch) Check(req Request) error {
 		return fmt.Errorf("engine: output limit of %d tokens", req.MaxNew)
 	case req.Draft < 0:
 		return fmt.Errorf("engine: %d drafts a round", req.Draft)
+	case req.Top < 0 || req.Top > TopKLimit || req.Top > 0 && !req.Logprobs:
+		return fmt.Errorf("engine: %d most likely ids, need 0 to %d and log-probabilities", req.Top, TopKLimit)
 	case len(req.Prompt) > most || len(req.Prompt) == most && req.MaxNew > 0:
 		return fmt.Errorf("%w: %d tokens and room for output do not fit a context of %d", ErrPromptTooLong, len(req.Prompt), most)
 	}
@@ -201,7 +203,7 @@ func (b *Batch) prefill(r *running, c Chunk) error {
 		b.end(r, nil)
 		return nil
 	}
-	b.after(r, g.publish(g.choose(res, why)))
+	b.after(r, g.publish(res, why))
 	return nil
 }
 

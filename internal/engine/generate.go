@@ -2,6 +2,7 @@ package engine
 
 import (
 	"errors"
+	"math"
 	"slices"
 	"time"
 
@@ -44,6 +45,9 @@ type Request struct {
 	StopIDs  []int32 // an id of them ends the generation and is committed
 	Watcher  Watcher // may be nil
 	Draft    int     // drafts a round; 0 is plain decoding
+	// Logprobs asks for the log-probability of every committed id, with the Top most likely ids at its place.
+	Logprobs bool
+	Top      int
 	// Progress is told how many prompt tokens need not run any more: at the start, and after every chunk. The last call has all of
 	// them. May be nil.
 	Progress func(done int)
@@ -66,13 +70,56 @@ type Stats struct {
 
 // Outcome is how a generation ended.
 type Outcome struct {
-	IDs    []int32 // committed output
-	Reason Reason
-	Stats  Stats
+	IDs      []int32   // committed output
+	Logprobs []Logprob // one for each of IDs, if asked for
+	Reason   Reason
+	Stats    Stats
 }
 
 // ErrPromptTooLong is returned when a prompt leaves no room for output.
 var ErrPromptTooLong = errors.New("prompt too long")
+
+// Logprob is what the model thought of an id: the natural logarithm of its probability over all ids of the tokenizer, before penalties,
+// temperature and truncation.
+type Logprob struct {
+	ID     int32
+	Value  float64
+	Forced bool        // inserted, not asked of the model; Value is 0
+	Top    []Candidate // most likely first, the lower id on ties
+}
+
+// Candidate is an id with its log-probability.
+type Candidate struct {
+	ID    int32
+	Value float64
+}
+
+// logprob measures an id against a row of logits.
+func logprob(logits []float32, ids int, id int32, top int) Logprob {
+	logits = logits[:ids]
+	most := slices.Max(logits)
+	var sum float64
+	for _, v := range logits {
+		sum += math.Exp(float64(v) - float64(most))
+	}
+	norm := float64(most) + math.Log(sum)
+	l := Logprob{ID: id, Value: float64(logits[id]) - norm}
+	for i, v := range logits {
+		if len(l.Top) == top && (top == 0 || float64(v)-norm <= l.Top[top-1].Value) {
+			continue
+		}
+		c := Candidate{int32(i), float64(v) - norm}
+		at := len(l.Top)
+		for at > 0 && l.Top[at-1].Value < c.Value {
+			at--
+		}
+		if len(l.Top) == top {
+			l.Top = l.Top[:top-1]
+		}
+		l.Top = slices.Insert(l.Top, at, c)
+	}
+	return l
+}
 
 // WatcherError is what a watcher's Commit returned. It is the request's own failure: the device is well.
 type WatcherError struct{ Err error }
@@ -111,10 +158,11 @@ func (g *generation) limit(drafts int) int {
 
 // want is what a pass must return: picks for greedy requests, logits for the others, of the last row or of all.
 func (g *generation) want(all bool) backend.Want {
+	picks := g.req.Sampling.Greedy() && !g.req.Logprobs
 	switch {
-	case g.req.Sampling.Greedy() && all:
+	case picks && all:
 		return backend.WantAll
-	case g.req.Sampling.Greedy():
+	case picks:
 		return backend.WantLast
 	case all:
 		return backend.WantLogitsAll
@@ -160,15 +208,24 @@ func (g *generation) verdict(ids []int32) Verdict {
 	return v
 }
 
-// keep asks for a verdict on ids and commits what it leaves of them to the output. It returns how many of the ids were kept and what
-// was inserted after them.
-func (g *generation) keep(ids []int32) (int, []int32, error) {
+// keep asks for a verdict on ids and commits what it leaves of them to the output. rows are the logits they were chosen from, needed only
+// for log-probabilities. It returns how many of the ids were kept and what was inserted after them.
+func (g *generation) keep(ids []int32, rows [][]float32) (int, []int32, error) {
 	v := g.verdict(ids)
 	if v.Keep+len(v.Insert) == 0 && v.Reason == Continue {
 		return 0, nil, errors.New("engine: a watcher kept nothing and did not end the generation")
 	}
 	kept := slices.Concat(ids[:v.Keep], v.Insert)
 	g.out.IDs = append(g.out.IDs, kept...)
+	if g.req.Logprobs {
+		for i, id := range kept {
+			l := Logprob{ID: id, Forced: true}
+			if i < v.Keep {
+				l = logprob(rows[i], g.sampler.ids, id, g.req.Top)
+			}
+			g.out.Logprobs = append(g.out.Logprobs, l)
+		}
+	}
 	g.out.Stats.OutputTokens = len(g.out.IDs)
 	g.sampler.count(kept...)
 	g.out.Reason = v.Reason
@@ -180,9 +237,10 @@ func (g *generation) keep(ids []int32) (int, []int32, error) {
 	return v.Keep, v.Insert, nil
 }
 
-// publish keeps a token that was drawn after everything before it had run.
-func (g *generation) publish(id int32) error {
-	n, insert, err := g.keep([]int32{id})
+// publish draws a token from the last row of a result, everything before it having run, and keeps it.
+func (g *generation) publish(res backend.LaneResult, p purpose) error {
+	id := g.choose(res, p)
+	n, insert, err := g.keep([]int32{id}, res.Logits)
 	g.pending = append(append(g.pending[:0], id)[:n], insert...)
 	return err
 }

@@ -105,7 +105,7 @@ func (g *generation) scripted() []int32 {
 // token kept, and what was inserted after it, has yet to run.
 func (g *generation) settle(res backend.LaneResult, drafts []int32) int {
 	accepted := g.accept(res, drafts)
-	kept, insert, err := g.keep(accepted)
+	kept, insert, err := g.keep(accepted, res.Logits)
 	g.err = err
 	if g.req.Draft > 0 {
 		if len(drafts) > 0 {
