@@ -39,6 +39,7 @@ type commands struct {
 	Verify   verifyCommand   `cmd:"" help:"Check every byte of an artifact."`
 	Inspect  inspectCommand  `cmd:"" help:"Show what an artifact holds."`
 	Pull     pullCommand     `cmd:"" help:"Download a model repository or an artifact."`
+	Synth    synthCommand    `cmd:"" help:"Write an artifact with random weights, for measuring speed."`
 	Selftest selftestCommand `cmd:"" help:"Compare this machine with recorded results of the reference implementation."`
 }
 

@@ -25,6 +25,7 @@ var allowed = map[string][]string{
 	"internal/hf":             {"internal/num", "internal/mmap"},
 	"internal/hf/hub":         {"golang.org/x/sys"},
 	"internal/convert":        {"internal/arch", "internal/artifact", "internal/hf", "internal/text", "internal/num"},
+	"internal/synth":          {"internal/arch", "internal/artifact", "internal/num"},
 	"internal/backend":        {"internal/num"},
 	"internal/backend/optest": {"internal/backend", "internal/num"},
 	"internal/backend/cpu":    {"internal/backend", "internal/num", "golang.org/x/sys"},
