@@ -85,7 +85,7 @@ function answerTurn(message, index) {
         : h("i"), p && p.processed < p.total ? `Reading the prompt: ${number(p.processed)} of ${number(p.total)} tokens` : page.admitted ? "Reading the prompt" : "Waiting");
     }
     thought.hidden = !message.reasoning_content;
-    const thinking = live && !message.content && !message.tool_calls;
+    const thinking = live && Boolean(message.reasoning_content) && !message.content && !message.tool_calls;
     thought.classList.toggle("busy", thinking);
     summary.textContent = thinking ? "Reasoning…" : page.thoughtMS ? `Reasoned for ${seconds(page.thoughtMS)}` : "Reasoning";
     if (thought.open && message.reasoning_content) show(thoughts, message.reasoning_content);
