@@ -196,8 +196,12 @@ func (u *upgrade) open() error {
 	default:
 		return fail(Source, "%s: identity %q / %q is not one that can be upgraded", u.In, u.in.ModelID, u.in.WeightsID)
 	}
+	hint := ""
+	if u.Config == nil {
+		hint = " (without a config.json the published 125B model is expected)"
+	}
 	if err != nil {
-		return &Error{Config, fmt.Errorf("%s: %w", u.In, err)}
+		return &Error{Config, fmt.Errorf("%s: %w%s", u.In, err, hint)}
 	}
 	// The identity alone fixes what is in the file: pins hold wherever the length is the published one.
 	u.pins = u.UpgradeOptions.pins
@@ -207,10 +211,6 @@ func (u *upgrade) open() error {
 		u.pins = &published
 	}
 	if err := sameInventory(specs, u.in.Objects); err != nil {
-		hint := ""
-		if u.Config == nil {
-			hint = " (without a config.json the published 125B model is expected)"
-		}
 		return fail(Source, "%s: %w%s", u.In, err, hint)
 	}
 	return nil
