@@ -9,6 +9,7 @@ import (
 	"strings"
 
 	"ninfer/internal/text/chat"
+	"ninfer/internal/text/parse"
 	"ninfer/internal/text/token"
 )
 
@@ -146,7 +147,11 @@ type Request struct {
 	Prompt []int32
 	// Messages is the conversation. A last message of the assistant's is continued.
 	Messages []Message
-	Tools    []jsontext.Value
+	// Tools are shown to the model in the form, order and spelling they have here. Calls of them are looked for in the answer only if
+	// ReadCalls is set; without it, without tools or with Raw they stay text. MaxToolName is the most characters of a name, 0 is 64.
+	Tools       []jsontext.Value
+	ReadCalls   bool
+	MaxToolName int
 
 	EnableThinking   *bool
 	PreserveThinking *bool
@@ -177,6 +182,7 @@ type Prepared struct {
 
 	front *Front
 	req   Request
+	tools *parse.Tools // nil: calls are not looked for
 }
 
 var errContinue = errors.New("a last message of the assistant's is continued, and for that thinking must be off (enable_thinking false or reasoning_effort none)")
@@ -200,6 +206,9 @@ func (f *Front) Prepare(req Request) (*Prepared, error) {
 		if id < 0 || int(id) >= f.opt.Tokenizer.Count() {
 			return nil, refuse(CodeInvalidValue, "stop_token_ids", "stop id %d is not one of 0 to %d", id, f.opt.Tokenizer.Count()-1)
 		}
+	}
+	if err := p.readTools(); err != nil {
+		return nil, err
 	}
 	if req.Prompt != nil {
 		err = p.given()
@@ -244,6 +253,28 @@ func (f *Front) thinking(req Request) (bool, error) {
 		return req.Effort != "none", nil
 	}
 	return !f.opt.NoThinking, nil
+}
+
+// readTools notes what reading calls needs of the declared tools.
+func (p *Prepared) readTools() error {
+	if !p.req.ReadCalls || p.req.Raw || len(p.req.Tools) == 0 {
+		return nil
+	}
+	declared := make([]parse.Tool, len(p.req.Tools))
+	for i, raw := range p.req.Tools {
+		var tool struct {
+			Function struct {
+				Name       string         `json:"name"`
+				Parameters jsontext.Value `json:"parameters"`
+			} `json:"function"`
+		}
+		if err := json.Unmarshal(raw, &tool, jsontext.AllowDuplicateNames(true)); err != nil || tool.Function.Name == "" {
+			return refuse(CodeInvalidValue, fmt.Sprintf("tools[%d]", i), "tools[%d] must be an object with a function that has a name", i)
+		}
+		declared[i] = parse.Tool{Name: tool.Function.Name, Parameters: tool.Function.Parameters}
+	}
+	p.tools = parse.NewTools(declared)
+	return nil
 }
 
 // render makes the prompt.

@@ -408,7 +408,7 @@ func TestSessionBudget(t *testing.T) {
 	got = append(got, s.Finish()...)
 	before, _, _ := strings.Cut(front.EarlyClose, "</think>")
 	want := []front.Event{
-		{front.Reasoning, opt.Tokenizer.Decode(thought[:3]) + before}, {front.ReasoningEnd, ""}, {front.Answer, "xy "}, {front.End, "STOP"},
+		{Kind: front.Reasoning, Text: opt.Tokenizer.Decode(thought[:3]) + before}, {Kind: front.ReasoningEnd}, {Kind: front.Answer, Text: "xy "}, {Kind: front.End, Text: "STOP"},
 	}
 	if !reflect.DeepEqual(join(got), want) {
 		t.Errorf("%q\nwant %q", join(got), want)
@@ -419,11 +419,90 @@ func TestSessionBudget(t *testing.T) {
 	}
 }
 
+// Calls are found in the answer, not in the reasoning, for requests that ask for it, however many tokens a round commits.
+func TestSessionCalls(t *testing.T) {
+	opt := micro(t)
+	tools := []jsontext.Value{jsontext.Value(`{"type":"function","function":{"name":"f","parameters":{"type":"object","properties":{"zip":{"type":"string"},"n":{"type":"integer"}}}}}`)}
+	call := func(zip string) string {
+		return "<tool_call>\n<function=f>\n<parameter=zip>\n" + zip + "\n</parameter>\n<parameter=n>\n2.0\n</parameter>\n</function>\n</tool_call>"
+	}
+	const args = `{"zip":"03106","n":2.0}`
+	two := call("03106") + "\n" + call("03106")
+	stop := opt.Tokenizer.Encode("<|im_end|>")
+	for _, c := range []struct {
+		name, text string
+		req        front.Request
+		end        bool // by the model
+		want       []front.Event
+		report     front.CallReport
+	}{
+		{
+			name: "two after text", text: "T " + call("1") + "</think>\n\nLook: \n\n" + two, req: front.Request{Tools: tools, ReadCalls: true}, end: true,
+			want: []front.Event{
+				{Kind: front.Reasoning, Text: "T " + call("1")}, {Kind: front.ReasoningEnd}, {Kind: front.Answer, Text: "Look:"},
+				{Kind: front.Call, Name: "f", Text: args}, {Kind: front.Call, Name: "f", Text: args}, {Kind: front.End},
+			},
+			report: front.CallReport{Marker: true, Calls: 2},
+		},
+		{
+			name: "cut by a limit", text: "</think>" + call("03106"), req: front.Request{Tools: tools, ReadCalls: true},
+			want:   []front.Event{{Kind: front.ReasoningEnd}, {Kind: front.Call, Name: "f", Text: args}, {Kind: front.End}},
+			report: front.CallReport{Marker: true, Calls: 1},
+		},
+		{
+			name: "no call", text: "</think>x <tool_call> y", req: front.Request{Tools: tools, ReadCalls: true}, end: true,
+			want:   []front.Event{{Kind: front.ReasoningEnd}, {Kind: front.Answer, Text: "x <tool_call> y"}, {Kind: front.End}},
+			report: front.CallReport{Marker: true, Fallback: "malformed_structure"},
+		},
+		{
+			name: "not asked for", text: "</think>" + two, req: front.Request{Tools: tools}, end: true,
+			want: []front.Event{{Kind: front.ReasoningEnd}, {Kind: front.Answer, Text: two}, {Kind: front.End}},
+		},
+		{
+			name: "no tools", text: "</think>" + two, req: front.Request{ReadCalls: true}, end: true,
+			want: []front.Event{{Kind: front.ReasoningEnd}, {Kind: front.Answer, Text: two}, {Kind: front.End}},
+		},
+		{
+			name: "raw", text: "</think>" + two, req: front.Request{Tools: tools, ReadCalls: true, Raw: true}, end: true,
+			want: []front.Event{{Kind: front.Answer, Text: "</think>" + two + "<|im_end|>"}, {Kind: front.End}},
+		},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			c.req.Messages = user("Q")
+			p, err := newFront(t, opt).Prepare(c.req)
+			if err != nil {
+				t.Fatal(err)
+			}
+			ids := opt.Tokenizer.Encode(c.text)
+			if c.end {
+				ids = append(ids, stop...)
+			}
+			for n := 1; n <= len(ids); n++ {
+				s := p.Session()
+				var got []front.Event
+				for i := 0; i < len(ids); i += n {
+					round := ids[i:min(i+n, len(ids))]
+					keep, _, _ := s.Preview(round)
+					got = append(got, s.Commit(round[:keep])...)
+				}
+				got = join(append(got, s.Finish()...))
+				if !reflect.DeepEqual(got, c.want) || s.Calls() != c.report {
+					t.Fatalf("%d a round: %q, %+v\nwant %q, %+v", n, got, s.Calls(), c.want, c.report)
+				}
+			}
+		})
+	}
+	_, err := newFront(t, opt).Prepare(front.Request{Messages: user("Q"), Tools: []jsontext.Value{jsontext.Value(`{"function":{}}`)}, ReadCalls: true})
+	if e := wantCode(t, err, front.CodeInvalidValue); e.Param != "tools[0]" {
+		t.Errorf("param %q", e.Param)
+	}
+}
+
 // join puts neighbours of one kind together.
 func join(events []front.Event) []front.Event {
 	var out []front.Event
 	for _, e := range events {
-		if n := len(out); n > 0 && out[n-1].Kind == e.Kind {
+		if n := len(out); n > 0 && out[n-1].Kind == e.Kind && e.Kind != front.Call {
 			out[n-1].Text += e.Text
 			continue
 		}

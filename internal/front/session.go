@@ -1,26 +1,31 @@
 package front
 
 import (
+	"cmp"
+
 	"ninfer/internal/text/decode"
+	"ninfer/internal/text/parse"
 )
 
 // Kind says what an Event is.
 type Kind uint8
 
-// The kinds of events, in the order in which they can come. A request has any number of Reasoning and Answer events and at most one of
-// the others.
+// The kinds of events, in the order in which they can come. A request has any number of Reasoning, Answer and Call events and at most
+// one of the others.
 const (
 	Reasoning    Kind = iota // text of the reasoning
 	ReasoningEnd             // the think block closed
 	Answer                   // text of the answer
+	Call                     // a complete tool call; calls come at the end of the output, all at once
 	End                      // the output ended: nothing follows
 )
 
 // Event is a piece of what a client sees. Text is valid UTF-8, whole characters, and never empty in Reasoning and Answer. In End it is
-// the stop string that was met, if one was.
+// the stop string that was met, if one was. In Call it is the arguments, a JSON object, and Name is the function.
 type Event struct {
 	Kind Kind
 	Text string
+	Name string
 }
 
 // Usage are counts of tokens.
@@ -35,6 +40,7 @@ type Usage struct {
 type Session struct {
 	prompt  int
 	decoder *decode.Decoder
+	calls   *parse.Parser // nil: calls are not looked for
 }
 
 // Session starts the output.
@@ -46,7 +52,11 @@ func (p *Prepared) Session() *Session {
 	if err != nil {
 		panic("front: a prepared request has options that decoding refuses: " + err.Error())
 	}
-	return &Session{prompt: len(p.Prompt), decoder: d}
+	s := &Session{prompt: len(p.Prompt), decoder: d}
+	if p.tools != nil {
+		s.calls = p.tools.Parser(cmp.Or(p.req.MaxToolName, 64))
+	}
+	return s
 }
 
 // Preview says how many of the ids that would come next may be committed, whether the output ends with them, and what to append after
@@ -63,33 +73,62 @@ func (s *Session) Preview(ids []int32) (keep int, ends bool, insert []int32) {
 }
 
 // Commit takes ids that were committed, inserted ones included, and returns what to show. What is shown is never taken back.
-func (s *Session) Commit(ids []int32) []Event { return events(s.decoder.Commit(ids)) }
+func (s *Session) Commit(ids []int32) []Event { return s.events(s.decoder.Commit(ids)) }
 
 // Finish ends the output and returns what was held back. It is for every end: after a stop, which Commit has shown, it returns nothing.
-func (s *Session) Finish() []Event { return events(s.decoder.Finish()) }
+func (s *Session) Finish() []Event { return s.events(s.decoder.Finish()) }
 
 // Usage are the counts so far.
 func (s *Session) Usage() Usage {
 	return Usage{Prompt: s.prompt, Completion: s.decoder.Tokens(), Reasoning: s.decoder.ReasoningTokens()}
 }
 
-func events(in []decode.Event) []Event {
-	if len(in) == 0 {
-		return nil
+// CallReport says what was found of tool calls.
+type CallReport = parse.Report
+
+// Calls is what was found of tool calls; it is complete after the end.
+func (s *Session) Calls() CallReport {
+	if s.calls == nil {
+		return CallReport{}
 	}
-	out := make([]Event, len(in))
-	for i, e := range in {
-		out[i] = Event{Text: e.Text}
+	return s.calls.Report()
+}
+
+func (s *Session) events(in []decode.Event) []Event {
+	var out []Event
+	for _, e := range in {
 		switch e.Kind {
 		case decode.Reasoning:
-			out[i].Kind = Reasoning
+			out = append(out, Event{Kind: Reasoning, Text: e.Text})
 		case decode.ReasoningEnd:
-			out[i].Kind = ReasoningEnd
+			out = append(out, Event{Kind: ReasoningEnd})
 		case decode.Answer:
-			out[i].Kind = Answer
+			if s.calls == nil {
+				out = append(out, Event{Kind: Answer, Text: e.Text})
+			} else {
+				out = appendParsed(out, s.calls.Feed(e.Text))
+			}
 		case decode.End:
-			out[i] = Event{Kind: End, Text: e.Stop}
+			if s.calls != nil {
+				out = appendParsed(out, s.calls.Finish())
+			}
+			out = append(out, Event{Kind: End, Text: e.Stop})
 		}
+	}
+	return out
+}
+
+func appendParsed(out []Event, in []parse.Event) []Event {
+	for _, e := range in {
+		if e.Kind == parse.Call {
+			out = append(out, Event{Call, e.Arguments, e.Name})
+			continue
+		}
+		if n := len(out); n > 0 && out[n-1].Kind == Answer {
+			out[n-1].Text += e.Text
+			continue
+		}
+		out = append(out, Event{Kind: Answer, Text: e.Text})
 	}
 	return out
 }
