@@ -119,6 +119,7 @@ const (
 // pass reads the input once, front to back: one goroutine reads ahead, one hashes the whole file, and this one sends every byte
 // where it belongs.
 func (u *upgrade) pass(ctx context.Context, release *artifact.Releaser) error {
+	user := ctx
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	start := time.Now()
@@ -172,7 +173,9 @@ func (u *upgrade) pass(ctx context.Context, release *artifact.Releaser) error {
 		u.r.Timings.ReadWait += time.Since(waiting).Seconds()
 		if failed == nil {
 			t := time.Now()
-			failed = u.distribute(b, &at)
+			if failed = user.Err(); failed == nil {
+				failed = u.distribute(b, &at)
+			}
 			if end := b.off + int64(len(b.data)); failed == nil && u.fault != nil {
 				failed = classify(IO, u.fault(end))
 			}
@@ -196,6 +199,8 @@ func (u *upgrade) pass(ctx context.Context, release *artifact.Releaser) error {
 		return failed
 	case readErr != nil:
 		return readErr
+	case user.Err() != nil:
+		return user.Err()
 	}
 	u.r.V2SHA256 = hex.EncodeToString(whole.Sum(nil))
 	return nil
