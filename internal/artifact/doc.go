@@ -19,4 +19,7 @@
 // Verify checks everything that can be checked without knowing the model: the
 // structure, the validity of every word, and the content against the
 // artifact's id, a conversion report, checksum lists or another copy.
+//
+// Files of container version 2 are opened by OpenV2 and verified by VerifyV2;
+// their objects look like those of version 3.
 package artifact
