@@ -23,17 +23,19 @@ func (s *Server) readBody(x *exchange) ([]byte, func(), *failure) {
 		message: fmt.Sprintf("the body is larger than %d MiB", s.opt.MaxBody>>20),
 	}
 	if x.r.ContentLength > s.opt.MaxBody {
+		x.w.Header().Set("Connection", "close") // rather than wait for what is left of it
 		return nil, nil, tooLarge
 	}
 	in := &bodyReader{server: s, control: http.NewResponseController(x.w), in: http.MaxBytesReader(x.w, x.r.Body, s.opt.MaxBody)}
 	release := func() { s.bodies.Add(-in.counted) }
 	data, err := io.ReadAll(in)
-	// The connection goes on to be watched for the client's leaving: no deadline may be left on it.
-	in.control.SetReadDeadline(time.Time{})
 	if err == nil {
+		// The connection goes on to be watched for the client's leaving: no deadline may be left on it.
+		in.control.SetReadDeadline(time.Time{})
 		return data, release, nil
 	}
 	release()
+	x.w.Header().Set("Connection", "close")
 	var over *http.MaxBytesError
 	switch {
 	case errors.As(err, &over):

@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/json/jsontext"
 	"encoding/json/v2"
-	"errors"
 	"net/http"
 	"strings"
 	"time"
@@ -93,6 +92,7 @@ type chatCall struct {
 	id       string
 	created  int64
 	start    time.Time
+	left     bool // the client could not be reached
 }
 
 // chat serves POST /v1/chat/completions.
@@ -232,6 +232,7 @@ func (c *chatCall) stream(ctx context.Context, cancel context.CancelFunc) {
 		}
 		silence.Reset(c.server.opt.KeepAlive)
 	}
+	c.left = true
 	cancel()
 	out, failed := c.ticket.Outcome() // within one unit of work
 	c.log(out, failed)
@@ -281,35 +282,27 @@ func (c *chatCall) show(ev *events, items []item) error {
 
 // end sends what is left and the terminal events, or an error in their place.
 func (c *chatCall) end(ev *events, out engine.Outcome, failed error) {
-	items := c.output.finish()
+	err := c.show(ev, c.output.finish())
 	switch {
+	case err != nil:
 	case failed != nil:
-		if c.show(ev, items) == nil {
-			ev.send(failureOf(failed).body())
-		}
+		err = ev.send(failureOf(failed).body())
 	case out.Reason == engine.Cancelled: // the client has left
 	default:
-		if c.show(ev, items) != nil {
-			break
-		}
 		reason := finishReason(out.Reason)
 		last := c.chunk(delta{}, &reason)
 		if c.request.includeUsage {
-			if ev.send(last) != nil {
+			if err = ev.send(last); err != nil {
 				break
 			}
 			last.Choices = []chunkChoice{}
 			last.Usage, _ = json.Marshal(c.usage())
 		}
 		last.Timings = c.timings(out)
-		if ev.send(last) == nil {
-			ev.done()
+		if err = ev.send(last); err == nil {
+			err = ev.done()
 		}
 	}
+	c.left = err != nil
 	c.log(out, failed)
-}
-
-// clientLeft tells a request that its client ended from one that failed.
-func clientLeft(out engine.Outcome, err error) bool {
-	return err == nil && out.Reason == engine.Cancelled || errors.Is(err, context.Canceled)
 }

@@ -331,7 +331,7 @@ func event(t testing.TB, r *bufio.Reader) string {
 
 func eventually(t testing.TB, what string, ok func() bool) {
 	t.Helper()
-	for end := time.Now().Add(5 * time.Second); !ok(); {
+	for end := time.Now().Add(20 * time.Second); !ok(); {
 		if time.Now().After(end) {
 			t.Fatalf("never: %s", what)
 		}

@@ -124,7 +124,7 @@ func (c *chatCall) log(out engine.Outcome, err error) {
 	reason := string(out.Reason)
 	level := slog.LevelInfo
 	switch {
-	case clientLeft(out, err):
+	case c.left || err == nil && out.Reason == engine.Cancelled:
 		reason = "client_disconnected"
 	case err != nil:
 		f := failureOf(err)

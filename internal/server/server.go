@@ -93,7 +93,7 @@ func (s *Server) serving() *Model {
 // listener fails, and returns why. It closes the listener.
 func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 	hs := &http.Server{
-		Handler: s, ReadHeaderTimeout: s.opt.Stall, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 64 << 10,
+		Handler: s, ReadTimeout: s.opt.Stall, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 64 << 10,
 		ErrorLog: slog.NewLogLogger(s.opt.Log.Handler(), slog.LevelDebug),
 	}
 	broken := make(chan error, 1)
