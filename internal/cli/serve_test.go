@@ -1,0 +1,155 @@
+package cli
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"io"
+	"net/http"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"ninfer/internal/convert"
+)
+
+// child is a running "ninfer serve".
+type child struct {
+	*exec.Cmd
+	url string
+	log chan string // what it wrote to stderr, once it has ended
+}
+
+// serveChild starts the program on the micro model and waits until it is ready.
+func serveChild(t *testing.T, flags ...string) *child {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "qwen3_8_flash_next_125b_a6b_nvfp4.ninfer")
+	if _, err := convert.Run(t.Context(), convert.Options{Model: "../../testdata/micro-radixark/checkpoint", Out: path, Profile: "radixark"}); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	t.Cleanup(cancel)
+	c := &child{Cmd: exec.CommandContext(ctx, "ninfer", append([]string{"serve", path, "--port", "0", "--device", "cpu"}, flags...)...), log: make(chan string, 1)}
+	stderr, err := c.StderrPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { c.Process.Kill(); c.Wait() })
+	lines := bufio.NewReader(stderr)
+	var seen strings.Builder
+	address := regexp.MustCompile(`http://[0-9.]+:\d+`)
+	for c.url == "" {
+		line, err := lines.ReadString('\n')
+		seen.WriteString(line)
+		if err != nil {
+			t.Fatalf("not ready: %s", seen.String())
+		}
+		c.url = address.FindString(line)
+	}
+	go func() {
+		rest, _ := io.ReadAll(lines)
+		c.log <- seen.String() + string(rest)
+	}()
+	return c
+}
+
+const longChat = `{"messages":[{"role":"user","content":"Hello, how are you?"}],"temperature":0,"stream":true,"enable_thinking":false,"max_tokens":%d,"seed":1}`
+
+// A termination lets a stream that can finish finish, refuses what is new, and ends with status 0.
+func TestServeDrain(t *testing.T) {
+	c := serveChild(t, "--max-context", "4096", "--api-key", "hidden")
+	request := func(tokens int) *http.Response {
+		t.Helper()
+		r, _ := http.NewRequest("POST", c.url+"/v1/chat/completions", strings.NewReader(fmt.Sprintf(longChat, tokens)))
+		r.Header.Set("Authorization", "Bearer hidden")
+		res, err := http.DefaultClient.Do(r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return res
+	}
+	defer http.DefaultClient.CloseIdleConnections()
+	res := request(40)
+	defer res.Body.Close()
+	if res.StatusCode != 200 {
+		t.Fatalf("status %d", res.StatusCode)
+	}
+	first := make([]byte, 10)
+	if _, err := io.ReadFull(res.Body, first); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	rest, err := io.ReadAll(res.Body)
+	if err != nil || !strings.HasSuffix(string(rest), "data: [DONE]\n\n") || !strings.Contains(string(rest), `"finish_reason":"`) {
+		t.Errorf("the stream ended with %q, %v", rest[max(0, len(rest)-300):], err)
+	}
+	log := <-c.log
+	if err := c.Wait(); err != nil {
+		t.Errorf("ended with %v:\n%s", err, log)
+	}
+	for _, want := range []string{"ready | model qwen4_exp | address http://127.0.0.1:", "context 4,096", "--api-key ***", "stopping", "stopped"} {
+		if !strings.Contains(log, want) {
+			t.Errorf("%q is not in the log:\n%s", want, log)
+		}
+	}
+	if strings.Contains(log, "hidden") {
+		t.Errorf("the key is in the log:\n%s", log)
+	}
+}
+
+// A second signal ends the program at once.
+func TestServeSecondSignal(t *testing.T) {
+	c := serveChild(t, "--max-context", "8192")
+	res, err := http.Post(c.url+"/v1/chat/completions", "", strings.NewReader(fmt.Sprintf(longChat, 8000)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer res.Body.Close()
+	begin := time.Now()
+	for range 2 {
+		if err := c.Process.Signal(syscall.SIGTERM); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(200 * time.Millisecond)
+	}
+	<-c.log
+	err = c.Wait()
+	if code := c.ProcessState.ExitCode(); code != exitInterrupted || time.Since(begin) > 5*time.Second {
+		t.Errorf("status %d after %v: %v", code, time.Since(begin), err)
+	}
+}
+
+// Flags that the options of the seeds use and that mean nothing here are accepted; the model's name is free; logs can be silent.
+func TestServeFlags(t *testing.T) {
+	c := serveChild(t, "--max-context", "512", "--model-id", "org/name", "--max-concurrency", "2", "--kv-capacity", "1024", "--kv-dtype", "bf16",
+		"--no-prefix-reuse", "--gdn-state-dtype", "fp32", "--no-cuda-graph", "--preserve-thinking", "--desktop-reserve-mib", "0", "--repetition-penalty", "1",
+		"--spec", "mtp", "--draft-tokens", "3", "--log-level", "off", "--cors", "--max-pending-requests", "0", "--default-max-tokens", "5")
+	res, err := http.Post(c.url+"/v1/chat/completions", "", strings.NewReader(`{"model":"org/name","messages":[{"role":"user","content":"Q"}],"temperature":0}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer res.Body.Close()
+	b, err := io.ReadAll(res.Body)
+	if err != nil || res.StatusCode != 200 || !strings.Contains(string(b), `"completion_tokens":5`) || !strings.Contains(string(b), `"draft_n":`) {
+		t.Errorf("%d %s", res.StatusCode, b)
+	}
+	http.DefaultClient.CloseIdleConnections()
+	if err := c.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	if log := <-c.log; strings.Contains(log, "info") {
+		t.Errorf("log:\n%s", log)
+	}
+	if err := c.Wait(); err != nil {
+		t.Error(err)
+	}
+}
