@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -62,7 +63,7 @@ func serveChild(t *testing.T, flags ...string) *child {
 
 const longChat = `{"messages":[{"role":"user","content":"Hello, how are you?"}],"temperature":0,"stream":true,"enable_thinking":false,"max_tokens":%d,"seed":1}`
 
-// A termination lets a stream that can finish finish, refuses what is new, and ends with status 0.
+// A termination lets streams that can finish do so, also those that wait, and ends with status 0.
 func TestServeDrain(t *testing.T) {
 	c := serveChild(t, "--max-context", "4096", "--api-key", "hidden")
 	request := func(tokens int) *http.Response {
@@ -76,21 +77,23 @@ func TestServeDrain(t *testing.T) {
 		return res
 	}
 	defer http.DefaultClient.CloseIdleConnections()
-	res := request(40)
-	defer res.Body.Close()
-	if res.StatusCode != 200 {
-		t.Fatalf("status %d", res.StatusCode)
-	}
-	first := make([]byte, 10)
-	if _, err := io.ReadFull(res.Body, first); err != nil {
-		t.Fatal(err)
+	var streams []*http.Response
+	for range 12 { // most of them are waiting when the signal comes
+		res := request(40)
+		defer res.Body.Close()
+		if res.StatusCode != 200 {
+			t.Fatalf("status %d", res.StatusCode)
+		}
+		streams = append(streams, res)
 	}
 	if err := c.Process.Signal(syscall.SIGTERM); err != nil {
 		t.Fatal(err)
 	}
-	rest, err := io.ReadAll(res.Body)
-	if err != nil || !strings.HasSuffix(string(rest), "data: [DONE]\n\n") || !strings.Contains(string(rest), `"finish_reason":"`) {
-		t.Errorf("the stream ended with %q, %v", rest[max(0, len(rest)-300):], err)
+	for i, res := range streams {
+		body, err := io.ReadAll(res.Body)
+		if err != nil || !strings.HasSuffix(string(body), "data: [DONE]\n\n") || !strings.Contains(string(body), `"finish_reason":"`) {
+			t.Errorf("stream %d ended with %q, %v", i, body[max(0, len(body)-300):], err)
+		}
 	}
 	log := <-c.log
 	if err := c.Wait(); err != nil {
@@ -109,11 +112,20 @@ func TestServeDrain(t *testing.T) {
 // A second signal ends the program at once.
 func TestServeSecondSignal(t *testing.T) {
 	c := serveChild(t, "--max-context", "8192")
-	res, err := http.Post(c.url+"/v1/chat/completions", "", strings.NewReader(fmt.Sprintf(longChat, 8000)))
-	if err != nil {
-		t.Fatal(err)
+	// Any one of them may meet an end token soon, but not all of them.
+	var clients sync.WaitGroup
+	defer clients.Wait()
+	for seed := range 17 {
+		body := fmt.Sprintf(`{"messages":[{"role":"user","content":"Hello"}],"seed":%d,"stream":true,"max_tokens":8000}`, seed)
+		res, err := http.Post(c.url+"/v1/chat/completions", "", strings.NewReader(body))
+		if err != nil {
+			t.Fatal(err)
+		}
+		clients.Go(func() {
+			io.Copy(io.Discard, res.Body)
+			res.Body.Close()
+		})
 	}
-	defer res.Body.Close()
 	begin := time.Now()
 	for range 2 {
 		if err := c.Process.Signal(syscall.SIGTERM); err != nil {
@@ -122,7 +134,7 @@ func TestServeSecondSignal(t *testing.T) {
 		time.Sleep(200 * time.Millisecond)
 	}
 	<-c.log
-	err = c.Wait()
+	err := c.Wait()
 	if code := c.ProcessState.ExitCode(); code != exitInterrupted || time.Since(begin) > 5*time.Second {
 		t.Errorf("status %d after %v: %v", code, time.Since(begin), err)
 	}
