@@ -57,48 +57,73 @@ func eachLevel(t *testing.T, f func(t *testing.T, l Level)) {
 // the rows of activations and of weights are grouped.
 func TestMultiply(t *testing.T) {
 	eachLevel(t, func(t *testing.T, l Level) {
+		ks := kernelsOf(l)
 		for _, f := range optest.Formats {
-			for _, shape := range [][2]int{{1, 1}, {3, 7}, {5, 16}, {130, 33}, {37, 320}, {128, 64}, {256, 192}, {9, 2560}} {
-				n, k := shape[0], shape[1]
-				if !optest.Fits(f, n, k) {
-					continue
-				}
-				r := rand.New(rand.NewPCG(1, uint64(n*k)))
-				w := optest.Weight(r, f, n, k)
-				if n > 20 {
-					w = w.Rows(2, n-4) // a view that begins and ends inside a quad
-				}
-				m := newMatrix(w, kernelsOf(l))
-				if l > Plain && m.plain {
-					t.Errorf("%v has no kernel", f)
-				}
-				const rows = 7
-				x := random(r, rows*k)
-				got := multiplied(l, &m, x, rows)
-				want := make([]float64, rows*w.N)
-				line := make([]float64, k)
-				for i := range w.N {
-					w.Decode(line, i)
-					for j := range rows {
-						for c, v := range line {
-							want[j*w.N+i] += v * float64(x[j*k+c])
-						}
+			if ks != nil && ks.formats[f] == nil {
+				t.Errorf("%v has no kernel", f)
+			}
+		}
+		testMultiply(t, ks, [][2]int{{1, 1}, {3, 7}, {5, 16}, {130, 33}, {37, 320}, {128, 64}, {256, 192}, {9, 2560}})
+	})
+}
+
+func testMultiply(t *testing.T, ks *kernels, shapes [][2]int) {
+	for _, f := range optest.Formats {
+		for _, shape := range shapes {
+			n, k := shape[0], shape[1]
+			if !optest.Fits(f, n, k) {
+				continue
+			}
+			r := rand.New(rand.NewPCG(1, uint64(n*k)))
+			w := optest.Weight(r, f, n, k)
+			if n > 20 {
+				w = w.Rows(2, n-4) // a view that begins and ends inside a quad
+			}
+			m := newMatrix(w, ks)
+			const rows = 7
+			x := random(r, rows*k)
+			got := multiplied(best(), &m, x, rows)
+			want := make([]float64, rows*w.N)
+			line := make([]float64, k)
+			for i := range w.N {
+				w.Decode(line, i)
+				for j := range rows {
+					for c, v := range line {
+						want[j*w.N+i] += v * float64(x[j*k+c])
 					}
 				}
-				if e := relative(got, want); !(e < 1e-6) {
-					t.Errorf("%v [%d,%d]: off by %.2g", f, n, k, e)
-				}
-				for _, c := range []int{1, 2, 3, 4} {
-					for j := 0; j+c <= rows; j += c {
-						part := multiplied(l, &m, x[j*k:(j+c)*k], c, w.N/3, w.N/2)
-						if !slices.Equal(part, got[j*w.N:(j+c)*w.N]) {
-							t.Fatalf("%v [%d,%d]: rows %d..%d differ from the same rows among %d", f, n, k, j, j+c, rows)
-						}
+			}
+			if e := relative(got, want); !(e < 1e-6) {
+				t.Errorf("%v [%d,%d]: off by %.2g", f, n, k, e)
+			}
+			for _, c := range []int{1, 2, 3, 4} {
+				for j := 0; j+c <= rows; j += c {
+					part := multiplied(best(), &m, x[j*k:(j+c)*k], c, w.N/3, w.N/2)
+					if !slices.Equal(part, got[j*w.N:(j+c)*w.N]) {
+						t.Fatalf("%v [%d,%d]: rows %d..%d differ from the same rows among %d", f, n, k, j, j+c, rows)
 					}
 				}
 			}
 		}
-	})
+	}
+}
+
+// compareKernels checks that two sets of kernels give the same bits, in vectors and in tiles.
+func compareKernels(t *testing.T, a, b *kernels) {
+	for f := range a.formats {
+		if f == num.FP8 {
+			continue
+		}
+		r := rand.New(rand.NewPCG(6, uint64(f)))
+		w := optest.Weight(r, f, 128, 192)
+		x := random(r, 5*192)
+		ma, mb := newMatrix(w, a), newMatrix(w, b)
+		for _, rows := range []int{1, 5} {
+			if !slices.Equal(multiplied(best(), &ma, x, rows), multiplied(best(), &mb, x, rows)) {
+				t.Errorf("%v, %d rows: not the same bits", f, rows)
+			}
+		}
+	}
 }
 
 // Banks: a range of rows of one expert, unaligned too.

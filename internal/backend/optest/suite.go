@@ -73,13 +73,18 @@ type runner struct {
 	steps map[backend.Pass]backend.Step
 }
 
-// run opens a device for a model; make gives the programs, nil for the whole model's.
+// runner opens a device for a model; make gives the programs, nil for the whole model's.
 func (b Backend) runner(t testing.TB, m *Model, make func(p backend.Pass) *backend.Program) *runner {
+	t.Helper()
+	return b.runnerOf(t, m, 100, make)
+}
+
+func (b Backend) runnerOf(t testing.TB, m *Model, tokens int, make func(p backend.Pass) *backend.Program) *runner {
 	t.Helper()
 	if make == nil {
 		make = m.Program
 	}
-	dev := b.Open(t, Options{States: m.States, Lanes: 3, Saved: 2, Tokens: 100, Verify: 6, Carry: 100})
+	dev := b.Open(t, Options{States: m.States, Lanes: 3, Saved: 2, Tokens: tokens, Verify: 6, Carry: tokens})
 	t.Cleanup(func() {
 		if err := dev.Close(); err != nil {
 			t.Error(err)
@@ -233,6 +238,7 @@ func (b Backend) same(t testing.TB, what string, got, want [][]float32) {
 // Run runs the suite: dev against ref, which is taken as right.
 func Run(t *testing.T, ref, dev Backend) {
 	t.Run("Operations", func(t *testing.T) { operations(t, ref, dev) })
+	t.Run("Long", func(t *testing.T) { long(t, ref, dev) })
 	t.Run("Model", func(t *testing.T) { wholeModel(t, ref, dev) })
 	t.Run("Chunks", func(t *testing.T) { chunks(t, dev) })
 	t.Run("Lanes", func(t *testing.T) { lanes(t, dev) })
@@ -304,6 +310,38 @@ func operations(t *testing.T, ref, dev Backend) {
 				})
 			}
 		}
+	}
+}
+
+// long attends to some hundred tokens, all of them and a selection: a prompt, one row more, and a few. On an exact device the rows must
+// not depend on how they came.
+func long(t *testing.T, ref, dev Backend) {
+	s := dev.shapes()[0]
+	s.Blocks = 160 / s.Ratio
+	m := NewModel(s, dev.formats(s, 1)[0], 30)
+	make := func(p backend.Pass) *backend.Program { return m.part("qsa", p) }
+	want, got, other := ref.runnerOf(t, m, 320, make), dev.runnerOf(t, m, 320, make), dev.runnerOf(t, m, 320, make)
+	ids := m.tokens(rand.New(rand.NewPCG(30, 7)), 300)
+	step := func(kind backend.Kind, n int) (out [][]float32) {
+		in := want.text(0, backend.WantLogitsAll, ids[:n]...)
+		in.Trace = &backend.Trace{}
+		ids = ids[n:]
+		wants := want.launch(kind, in)[0].Logits
+		if dev.Force {
+			in.Force = &backend.Force{Selected: in.Trace.Selected}
+		}
+		in.Trace = nil
+		out = got.launch(kind, in)[0].Logits
+		within(t, fmt.Sprintf("%v of %d rows", kind, n), dev.Bound("qsa"), out, wants)
+		return out
+	}
+	all := ids
+	rows := step(backend.Prefill, 290)
+	rows = append(rows, step(backend.Decode, 1)...)
+	rows = append(rows, step(backend.Verify, 6)...)
+	rows = append(rows, step(backend.Prefill, 3)...)
+	if dev.Exact {
+		dev.same(t, "in one prompt", other.launch(backend.Prefill, other.text(0, backend.WantLogitsAll, all...))[0].Logits, rows)
 	}
 }
 
