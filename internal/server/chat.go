@@ -31,10 +31,24 @@ type choice struct {
 }
 
 type answerMessage struct {
-	Role      string  `json:"role"`
-	Content   string  `json:"content"`
-	Refusal   *string `json:"refusal"`
-	Reasoning string  `json:"reasoning_content,omitzero"`
+	Role      string     `json:"role"`
+	Content   *string    `json:"content"` // null if there are only calls
+	Refusal   *string    `json:"refusal"`
+	Reasoning string     `json:"reasoning_content,omitzero"`
+	ToolCalls []chatTool `json:"tool_calls,omitzero"`
+}
+
+// chatTool is a call of a tool.
+type chatTool struct {
+	Index    *int         `json:"index,omitzero"` // in a stream
+	ID       string       `json:"id"`
+	Type     string       `json:"type"`
+	Function chatFunction `json:"function"`
+}
+
+type chatFunction struct {
+	Name      string `json:"name"`
+	Arguments string `json:"arguments"`
 }
 
 type usage struct {
@@ -69,9 +83,10 @@ type chunkChoice struct {
 }
 
 type delta struct {
-	Role      string  `json:"role,omitzero"`
-	Content   *string `json:"content,omitzero"`
-	Reasoning string  `json:"reasoning_content,omitzero"`
+	Role      string     `json:"role,omitzero"`
+	Content   *string    `json:"content,omitzero"`
+	Reasoning string     `json:"reasoning_content,omitzero"`
+	ToolCalls []chatTool `json:"tool_calls,omitzero"`
 }
 
 type progress struct {
@@ -93,6 +108,8 @@ type chatCall struct {
 	created  int64
 	start    time.Time
 	left     bool // the client could not be reached
+	calls    int  // told so far
+	stopped  bool // by a stop string
 }
 
 // chat serves POST /v1/chat/completions.
@@ -154,13 +171,20 @@ func (s *Server) runChat(x *exchange, start time.Time) error {
 func (c *chatCall) whole() error {
 	out, err := c.ticket.Outcome()
 	var reasoning, answer strings.Builder
+	var calls []chatTool
 	for _, it := range c.output.finish() {
-		switch {
-		case it.progress:
-		case it.event.Kind == front.Reasoning:
+		if it.progress {
+			continue
+		}
+		switch it.event.Kind {
+		case front.Reasoning:
 			reasoning.WriteString(it.event.Text)
-		case it.event.Kind == front.Answer:
+		case front.Answer:
 			answer.WriteString(it.event.Text)
+		case front.Call:
+			calls = append(calls, c.tool(it.event))
+		case front.End:
+			c.stopped = it.event.Text != ""
 		}
 	}
 	if err != nil {
@@ -171,13 +195,14 @@ func (c *chatCall) whole() error {
 		control := http.NewResponseController(c.exchange.w)
 		control.SetWriteDeadline(time.Now().Add(c.server.opt.Stall))
 		defer control.SetWriteDeadline(time.Time{})
+		message := answerMessage{Role: "assistant", Reasoning: reasoning.String(), ToolCalls: calls}
+		if text := answer.String(); text != "" || len(calls) == 0 {
+			message.Content = &text
+		}
 		c.exchange.reply(http.StatusOK, completion{
 			ID: c.id, Object: "chat.completion", Created: c.created, Model: c.server.opt.ModelID,
-			Choices: []choice{{
-				Message:      answerMessage{Role: "assistant", Content: answer.String(), Reasoning: reasoning.String()},
-				FinishReason: finishReason(out.Reason),
-			}},
-			Usage: c.usage(), Timings: c.timings(out),
+			Choices: []choice{{Message: message, FinishReason: c.finishReason(out.Reason)}},
+			Usage:   c.usage(), Timings: c.timings(out),
 		})
 		control.Flush() // under the deadline, and before the place is given back
 	}
@@ -185,12 +210,21 @@ func (c *chatCall) whole() error {
 	return nil
 }
 
-// finishReason is OpenAI's word for it.
-func finishReason(r engine.Reason) string {
-	if r == engine.Stop {
-		return "stop"
+// finishReason is OpenAI's word for it. Calls are the reason only if the model ended by itself.
+func (c *chatCall) finishReason(r engine.Reason) string {
+	switch {
+	case r != engine.Stop:
+		return "length"
+	case c.calls > 0 && !c.stopped:
+		return "tool_calls"
 	}
-	return "length"
+	return "stop"
+}
+
+// tool is the next call, with an id of its own.
+func (c *chatCall) tool(e front.Event) chatTool {
+	c.calls++
+	return chatTool{ID: "call_" + randomHex(8), Type: "function", Function: chatFunction{e.Name, e.Text}}
 }
 
 func (c *chatCall) usage() usage {
@@ -252,7 +286,7 @@ func (c *chatCall) chunk(d delta, finish *string) chunk {
 
 // show sends items.
 func (c *chatCall) show(ev *events, items []item) error {
-	for _, it := range items {
+	for i, it := range items {
 		var k chunk
 		switch {
 		case it.progress && c.request.progress:
@@ -267,7 +301,24 @@ func (c *chatCall) show(ev *events, items []item) error {
 			k = c.chunk(delta{Reasoning: it.event.Text}, nil)
 		case it.event.Kind == front.Answer:
 			k = c.chunk(delta{Content: &it.event.Text}, nil)
+		case it.event.Kind == front.Call:
+			// All that end together are told together.
+			if i > 0 && items[i-1].event.Kind == front.Call {
+				continue
+			}
+			var calls []chatTool
+			for _, next := range items[i:] {
+				if next.event.Kind != front.Call {
+					break
+				}
+				at := c.calls
+				call := c.tool(next.event)
+				call.Index = &at
+				calls = append(calls, call)
+			}
+			k = c.chunk(delta{ToolCalls: calls}, nil)
 		default:
+			c.stopped = c.stopped || it.event.Kind == front.End && it.event.Text != ""
 			continue
 		}
 		if c.request.tokenTimings && !it.progress {
@@ -289,7 +340,7 @@ func (c *chatCall) end(ev *events, out engine.Outcome, failed error) {
 		err = ev.send(failureOf(failed).body())
 	case out.Reason == engine.Cancelled: // the client has left
 	default:
-		reason := finishReason(out.Reason)
+		reason := c.finishReason(out.Reason)
 		last := c.chunk(delta{}, &reason)
 		if c.request.includeUsage {
 			if err = ev.send(last); err != nil {

@@ -281,85 +281,142 @@ func (r *chatReader) format() *failure {
 
 var toolName = regexp.MustCompile(`^[A-Za-z0-9_-]{1,64}$`)
 
-// tools reads declarations. They are rendered; calls cannot be read out of the output yet, so a request that could bring one is refused.
+// tools reads declarations (product.md 7.3). Calls are read out of the answer; what would need the output to be constrained is refused.
 func (r *chatReader) tools() *failure {
-	if _, err := r.boolean("parallel_tool_calls"); err != nil {
+	parallel, err := r.boolean("parallel_tool_calls")
+	if err != nil {
 		return err
 	}
-	if v, err := r.str("tool_constraints"); err != nil {
+	constraints, err := r.str("tool_constraints")
+	if err != nil {
 		return err
-	} else if v != nil && *v != "basic" && *v != "auto" {
-		return bad("invalid_value", "tool_constraints", "tool_constraints %q is not one of basic, auto", *v)
+	} else if constraints != nil && *constraints != "basic" && *constraints != "auto" {
+		return bad("invalid_value", "tool_constraints", "tool_constraints %q is not one of basic, auto", *constraints)
 	}
 	tools, _, err := r.list("tools")
 	if err != nil {
 		return err
 	}
+	var names []string
+	strict := ""
 	for i, raw := range tools {
-		path := index("tools", i)
-		tool, err := objectAt(raw, path)
+		name, isStrict, err := tool(raw, index("tools", i))
 		if err != nil {
 			return err
 		}
-		kind, err := tool.str("type")
-		if err != nil {
-			return err
+		if isStrict && strict == "" {
+			strict = index("tools", i) + ".function.strict"
 		}
-		if kind == nil || *kind != "function" {
-			return bad("tool_type_not_supported", tool.at("type"), "%s must be function", tool.at("type"))
+		names = append(names, name)
+	}
+	r.out.front.Tools = tools
+	if r.out.front.ReadCalls, err = r.toolChoice(names); err != nil || !r.out.front.ReadCalls {
+		return err
+	}
+	const code = "constrained_decoding_not_supported"
+	switch {
+	case strict != "":
+		return bad(code, strict, "%s is not supported yet: arguments cannot be forced to follow the schema", strict)
+	case parallel != nil && !*parallel:
+		return bad(code, "parallel_tool_calls", "parallel_tool_calls false is not supported yet: the model cannot be kept from making several calls")
+	case constraints != nil && *constraints == "basic":
+		return bad(code, "tool_constraints", "tool_constraints basic is not supported yet; only auto is")
+	}
+	return nil
+}
+
+// tool checks one declaration.
+func tool(raw jsontext.Value, path string) (name string, strict bool, err *failure) {
+	tool, err := objectAt(raw, path)
+	if err != nil {
+		return "", false, err
+	}
+	kind, err := tool.str("type")
+	if err != nil {
+		return "", false, err
+	}
+	if kind == nil || *kind != "function" {
+		return "", false, bad("tool_type_not_supported", tool.at("type"), "%s must be function", tool.at("type"))
+	}
+	function, ok, err := tool.sub("function")
+	if err != nil {
+		return "", false, err
+	}
+	if !ok {
+		return "", false, wrongType(tool.at("function"), "an object")
+	}
+	given, err := function.str("name")
+	if err != nil {
+		return "", false, err
+	}
+	if given == nil || !toolName.MatchString(*given) {
+		return "", false, bad("invalid_value", function.at("name"), "%s must be 1 to 64 letters, digits, _ or -", function.at("name"))
+	}
+	if _, _, err := function.sub("parameters"); err != nil {
+		return "", false, err
+	}
+	forced, err := function.boolean("strict")
+	return *given, forced != nil && *forced, err
+}
+
+// toolChoice says whether the model may make calls of the tools with these names. To be made to is refused.
+func (r *chatReader) toolChoice(names []string) (bool, *failure) {
+	const code = "constrained_decoding_not_supported"
+	v, ok := r.given("tool_choice")
+	if !ok {
+		return len(names) > 0, nil
+	}
+	switch v.Kind() {
+	case '"':
+		choice, err := stringAt(v, "tool_choice")
+		switch {
+		case err != nil:
+			return false, err
+		case *choice == "none":
+			return false, nil
+		case *choice == "auto":
+			return len(names) > 0, nil
+		case *choice != "required":
+			return false, bad("invalid_value", "tool_choice", "tool_choice %q is not one of none, auto, required", *choice)
+		case len(names) == 0:
+			return false, bad("invalid_value", "tool_choice", "tool_choice is required, but there are no tools")
 		}
-		function, ok, err := tool.sub("function")
+		return false, bad(code, "tool_choice", "tool_choice required is not supported yet; only none and auto are")
+	case '{':
+	default:
+		return false, wrongType("tool_choice", "a string or an object")
+	}
+	choice, err := objectAt(v, "tool_choice")
+	if err != nil {
+		return false, err
+	}
+	kind, err := choice.str("type")
+	if err != nil {
+		return false, err
+	}
+	if kind == nil || *kind != "function" && *kind != "allowed_tools" {
+		return false, bad("invalid_value", "tool_choice.type", "tool_choice.type must be function or allowed_tools")
+	}
+	if len(names) == 0 {
+		return false, bad("invalid_value", "tool_choice", "tool_choice names a tool, but there are no tools")
+	}
+	if *kind == "function" {
+		function, ok, err := choice.sub("function")
 		if err != nil {
-			return err
+			return false, err
 		}
 		if !ok {
-			return wrongType(tool.at("function"), "an object")
+			return false, wrongType("tool_choice.function", "an object")
 		}
 		name, err := function.str("name")
 		if err != nil {
-			return err
+			return false, err
 		}
-		if name == nil || !toolName.MatchString(*name) {
-			return bad("invalid_value", function.at("name"), "%s must be 1 to 64 letters, digits, _ or -", function.at("name"))
-		}
-		if _, _, err := function.sub("parameters"); err != nil {
-			return err
-		}
-		if _, err := function.boolean("strict"); err != nil {
-			return err
+		if name == nil || !slices.Contains(names, *name) {
+			return false, bad("invalid_value", "tool_choice.function.name", "tool_choice.function.name is not the name of a declared tool")
 		}
 	}
-	r.out.front.Tools = tools
-	return r.toolChoice(len(tools) > 0)
-}
-
-func (r *chatReader) toolChoice(tools bool) *failure {
-	choice := "auto"
-	if v, ok := r.given("tool_choice"); ok {
-		switch v.Kind() {
-		case '"':
-			s, err := stringAt(v, "tool_choice")
-			if err != nil {
-				return err
-			}
-			if !slices.Contains([]string{"none", "auto", "required"}, *s) {
-				return bad("invalid_value", "tool_choice", "tool_choice %q is not one of none, auto, required", *s)
-			}
-			choice = *s
-		case '{':
-			choice = "a named tool"
-		default:
-			return wrongType("tool_choice", "a string or an object")
-		}
-	}
-	switch {
-	case choice == "none", choice == "auto" && !tools:
-		return nil
-	case !tools:
-		return bad("invalid_value", "tool_choice", "tool_choice is %s, but there are no tools", choice)
-	}
-	return bad("tool_calls_not_supported", "tool_choice",
-		"tool calls are not supported yet: tool_choice is %s, only none is possible, which shows the tools to the model and returns its answer as text", choice)
+	return false, bad(code, "tool_choice", "tool_choice of certain tools is not supported yet; only none and auto are")
 }
 
 // template reads what goes to the template. An option may stand at the top or in chat_template_kwargs; in both it must be the same.

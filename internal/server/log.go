@@ -147,6 +147,13 @@ func (c *chatCall) log(out engine.Outcome, err error) {
 	if st := out.Stats; st.Drafted > 0 {
 		args = append(args, "accepted", fmt.Sprintf("%d of %d drafts", st.Accepted, st.Drafted))
 	}
+	calls := c.output.session.Calls()
+	if calls.Calls > 0 {
+		args = append(args, "tool calls", fmt.Sprintf("%d, %d arguments omitted, %d mismatched", calls.Calls, calls.Omitted, calls.Mismatches))
+	}
+	if calls.Fallback != "" {
+		log.Warn("tool calls left as text", "id", c.exchange.id, "reason", calls.Fallback)
+	}
 	if err != nil && level == slog.LevelError {
 		args = append(args, "error", err.Error())
 	}
