@@ -26,6 +26,13 @@ func allocate(f *os.File, size int64) error {
 	}
 }
 
+// beginWriteback starts the transfer of written bytes to the disk, so that
+// the disk works while the next bytes are made and not only at the end. What
+// fails here shows when the file is synchronized.
+func beginWriteback(f *os.File, off, n int64) {
+	_ = unix.SyncFileRange(int(f.Fd()), off, n, unix.SYNC_FILE_RANGE_WRITE)
+}
+
 // renameNoReplace renames a file, failing with fs.ErrExist if the new name is
 // taken.
 func renameNoReplace(from, to string) error {

@@ -167,9 +167,15 @@ func (o *output) pieces(off, n int64, each func(i int, at, n int64) error) error
 	return nil
 }
 
+// writebackBytes is from which size on a write is sent to the disk at once.
+const writebackBytes = 1 << 20
+
 func (o *output) writePayload(off int64, p []byte) error {
 	return o.pieces(off, int64(len(p)), func(i int, at, n int64) error {
 		err := o.writeFile(i, p[:n], at)
+		if err == nil && n >= writebackBytes {
+			beginWriteback(o.files[i].file, at, n)
+		}
 		p = p[n:]
 		return err
 	})

@@ -1,0 +1,309 @@
+package convert
+
+import (
+	"context"
+	"encoding/binary"
+	"encoding/json/v2"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"ninfer/internal/arch"
+)
+
+// speedVar names a folder with room for three times the checkpoint; it turns TestSpeed on. speedVar_TABLE is the number of table rows of one
+// head, by default 400000: the size of the checkpoint follows.
+const speedVar = "NINFER_CONVERT_SPEED"
+
+// TestSpeed measures conversions of a generated checkpoint of a few gigabytes, made of real shapes with fewer layers and experts, beside plain
+// reading and writing of the same bytes on the same disk in the same run.
+func TestSpeed(t *testing.T) {
+	root := os.Getenv(speedVar)
+	if root == "" {
+		t.Skipf("%s names no folder", speedVar)
+	}
+	for _, o := range []Options{
+		{Profile: "radixark"},
+		{Profile: "swift", PLEFormat: "fp8_e4m3fn", ProjectionFormat: "fp8_e4m3fn_row_bf16", MTPExpertFormat: "nvfp4"},
+		{Profile: "mixed"},
+	} {
+		v, err := arch.ParseVariant(o.Profile, o.PLEFormat, o.ProjectionFormat, o.MTPExpertFormat)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Run(v.OutputName(), func(t *testing.T) {
+			dir, err := os.MkdirTemp(root, "ninfer-speed-")
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer os.RemoveAll(dir)
+			o.Model, o.Out = filepath.Join(dir, "model"), filepath.Join(dir, v.OutputName())
+			source := generate(t, o.Model, v)
+			if v.Profile == arch.Mixed {
+				o.PLE = filepath.Join(o.Model, packedFolder)
+			}
+			dropCaches(t)
+			read := rate(source, func() { readAll(t, o.Model) })
+			plain := func() float64 {
+				path := filepath.Join(dir, "plain")
+				defer os.Remove(path)
+				dropCaches(t)
+				return rate(source, func() { writePlain(t, path, source) })
+			}
+			write := plain()
+			dropCaches(t)
+			var r *Report
+			cpu := processTime()
+			converted := rate(source, func() {
+				if r, err = Run(context.Background(), o); err != nil {
+					t.Fatal(err)
+				}
+			})
+			cpu = processTime() - cpu
+			write = (write + plain()) / 2 // before and after: others may use the disk
+			t.Logf("source %.2f GB, artifact %.2f GB: read %.0f MB/s, write and sync %.0f MB/s, convert %.0f MB/s of source (%.2f of the slower), %.1f s of processor, peak memory %d MiB",
+				float64(source)/1e9, float64(r.FileBytes)/1e9, read/1e6, write/1e6, converted/1e6, converted/min(read, write), cpu.Seconds(), peakMemory()>>20)
+		})
+	}
+}
+
+func rate(n int64, f func()) float64 {
+	start := time.Now()
+	f()
+	return float64(n) / time.Since(start).Seconds()
+}
+
+// dropCaches forgets file contents, where that is allowed: then everything comes from the disk.
+func dropCaches(t *testing.T) {
+	if err := os.WriteFile("/proc/sys/vm/drop_caches", []byte("3"), 0); err != nil {
+		t.Logf("file contents may be cached: %v", err)
+	}
+}
+
+func readAll(t *testing.T, dir string) {
+	b := make([]byte, 4<<20)
+	for _, name := range list(t, dir) {
+		f, err := os.Open(filepath.Join(dir, name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if info, err := f.Stat(); err == nil && !info.IsDir() {
+			if _, err := io.CopyBuffer(struct{ io.Writer }{io.Discard}, struct{ io.Reader }{f}, b); err != nil {
+				t.Fatal(err)
+			}
+		}
+		f.Close()
+	}
+}
+
+func writePlain(t *testing.T, path string, n int64) {
+	f, err := os.Create(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	b := make([]byte, 4<<20)
+	for ; n > 0; n -= int64(len(b)) {
+		if _, err := f.Write(b[:min(int64(len(b)), n)]); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := f.Sync(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// generate writes a checkpoint of real shapes and returns its size.
+func generate(t *testing.T, dir string, v arch.Variant) int64 {
+	t.Helper()
+	rows := 400_000
+	if s := os.Getenv(speedVar + "_TABLE"); s != "" {
+		if _, err := fmt.Sscan(s, &rows); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := os.Mkdir(dir, 0o777); err != nil {
+		t.Fatal(err)
+	}
+	for _, r := range arch.Resources() {
+		if err := os.WriteFile(filepath.Join(dir, r.Role), read(t, filepath.Join(micro, r.Role)), 0o666); err != nil {
+			t.Fatal(err)
+		}
+	}
+	text := strings.NewReplacer(
+		`"num_hidden_layers": 48`, `"num_hidden_layers": 4`, `"num_experts": 512`, `"num_experts": 64`, `"vocab_size": 248320`, `"vocab_size": 16384`,
+		`"ngram_vocab_size_base": 20000000`, fmt.Sprintf(`"ngram_vocab_size_base": %d`, rows), `"split_ngram_parts": 128`, `"split_ngram_parts": 16`,
+		`"eos_token_id": 248044`, `"eos_token_id": 6`, `"bos_token_id": 248044`, `"bos_token_id": 6`, `"depth": 27`, `"depth": 2`,
+		`"image_token_id": 248056`, `"image_token_id": 4`, `"video_token_id": 248057`, `"video_token_id": 5`,
+		`"vision_start_token_id": 248053`, `"vision_start_token_id": 2`, `"vision_end_token_id": 248054`, `"vision_end_token_id": 3`,
+		`"language_model_only": false,`, map[arch.Profile]string{
+			arch.Mixed: `"quantization_config": {"quant_method": "compressed-tensors"},`,
+		}[v.Profile]+map[bool]string{true: `"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"},`}[v.Profile != arch.Mixed],
+		`"use_cache": true,`, map[bool]string{true: `"ple_embedding_dtype": "float8_e4m3fn",`}[v.Profile == arch.Radixark],
+	).Replace(string(read(t, "../arch/official.json")))
+	if err := os.WriteFile(filepath.Join(dir, "config.json"), []byte(text), 0o666); err != nil {
+		t.Fatal(err)
+	}
+	c, err := arch.ParseConfig([]byte(text))
+	if err != nil {
+		t.Fatal(err)
+	}
+	specs, err := arch.Inventory(c, v, 256)
+	if err != nil {
+		t.Fatal(err)
+	}
+	g := c.Text.Ngram(0)
+	w := &generator{t: t, dir: dir, index: map[string]string{}}
+	index := map[string][]int64{}
+	for i, x := range c.IndexTensors() {
+		index[x.Name] = [][]int64{g.Multipliers, g.Offsets, g.Sizes}[i]
+	}
+	for _, x := range arch.SourceTensors(specs) {
+		w.tensor(x, index[x.Name])
+	}
+	w.flush("")
+	out, err := json.Marshal(map[string]any{"weight_map": w.index}, json.Deterministic(true))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(dir, "model.safetensors.index.json"), out, 0o666); err != nil {
+		t.Fatal(err)
+	}
+	if v.Profile == arch.Mixed {
+		w.dir = filepath.Join(dir, packedFolder)
+		if err := os.Mkdir(w.dir, 0o777); err != nil {
+			t.Fatal(err)
+		}
+		meta := fmt.Sprintf(`{"layout": %q, "shards": 16, "rows": %d, "width": %d}`, packedLayout, g.Rows, g.HeadWidth)
+		if err := os.WriteFile(filepath.Join(w.dir, packedMeta), []byte(meta), 0o666); err != nil {
+			t.Fatal(err)
+		}
+		for i := range 16 {
+			n := int(g.Rows) / 16
+			w.tensor(arch.SourceTensor{Name: packedCodes, DType: "U8", Shape: []int{n, g.HeadWidth / 2}}, nil)
+			w.tensor(arch.SourceTensor{Name: packedScales, DType: "F16", Shape: []int{n, g.HeadWidth / 16}}, nil)
+			w.flush(fmt.Sprintf("shard_%d.safetensors", i))
+		}
+	}
+	return w.total
+}
+
+// generator writes random tensors into shards of about half a gigabyte.
+type generator struct {
+	t     *testing.T
+	dir   string
+	index map[string]string
+	total int64
+
+	words map[string][]byte // random words of a dtype
+	list  []arch.SourceTensor
+	data  [][]byte // of those that are not random
+	size  int64
+	files int
+}
+
+func (w *generator) tensor(x arch.SourceTensor, values []int64) {
+	if w.size > 1<<29 {
+		w.flush("")
+	}
+	var data []byte
+	for _, n := range values {
+		data = binary.LittleEndian.AppendUint64(data, uint64(n))
+	}
+	if x.DType == "F32" && num64(x.Shape) == 1 {
+		data = scalar(1)
+	}
+	w.list, w.data = append(w.list, x), append(w.data, data)
+	w.size += sizeOf(x)
+}
+
+func sizeOf(x arch.SourceTensor) int64 {
+	return int64(num64(x.Shape)) * map[string]int64{"BF16": 2, "F16": 2, "F32": 4, "I64": 8, "U8": 1, "F8_E4M3": 1}[x.DType]
+}
+
+// random are 16 MB of legal words of a dtype.
+func (w *generator) random(dtype string) []byte {
+	if w.words == nil {
+		w.words = map[string][]byte{}
+	}
+	if p := w.words[dtype]; p != nil {
+		return p
+	}
+	r := rand.New(rand.NewPCG(1, 2))
+	p := make([]byte, 16<<20)
+	for i := 0; i < len(p); i += 8 {
+		binary.LittleEndian.PutUint64(p[i:], r.Uint64())
+	}
+	switch dtype {
+	case "BF16": // magnitudes from 2^-9 to 2^-5
+		for i := 1; i < len(p); i += 2 {
+			p[i] = p[i]&0x80 | 0x3b + p[i]&1
+		}
+	case "F16", "F32":
+		for i := 1; i < len(p); i += 2 {
+			p[i] = 0x2c + p[i]&3
+		}
+	case "F8_E4M3":
+		for i := range p {
+			p[i] = 0x20 + p[i]&0x1f
+		}
+	}
+	w.words[dtype] = p
+	return p
+}
+
+func (w *generator) flush(name string) {
+	if len(w.list) == 0 {
+		return
+	}
+	if name == "" {
+		w.files++
+		name = fmt.Sprintf("model-%05d.safetensors", w.files)
+	}
+	header := map[string]any{}
+	off := int64(0)
+	for _, x := range w.list {
+		shape := x.Shape
+		if shape == nil {
+			shape = []int{}
+		}
+		header[x.Name] = map[string]any{"dtype": x.DType, "shape": shape, "data_offsets": []int64{off, off + sizeOf(x)}}
+		off += sizeOf(x)
+		w.index[x.Name] = name
+	}
+	h, err := json.Marshal(header, json.Deterministic(true))
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	f, err := os.Create(filepath.Join(w.dir, name))
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	defer f.Close()
+	write := func(p []byte) {
+		if _, err := f.Write(p); err != nil {
+			w.t.Fatal(err)
+		}
+		w.total += int64(len(p))
+	}
+	write(slices.Concat(binary.LittleEndian.AppendUint64(nil, uint64(len(h))), h))
+	for i, x := range w.list {
+		if w.data[i] != nil {
+			write(w.data[i])
+			continue
+		}
+		p := w.random(x.DType)
+		for n := sizeOf(x); n > 0; {
+			k := min(n, int64(len(p)))
+			write(p[:k])
+			n -= k
+		}
+	}
+	w.list, w.data, w.size = nil, nil, 0
+}
