@@ -9,6 +9,7 @@ import (
 	"math"
 	"strconv"
 	"strings"
+	"unicode"
 	"unicode/utf8"
 )
 
@@ -82,8 +83,11 @@ type parser struct {
 // fail reports a fault at the value read last.
 func (p *parser) fail(rule int, format string, args ...any) error {
 	where := string(p.dec.StackPointer())
-	if where == "" {
+	switch {
+	case where == "":
 		where = "root"
+	case strings.ContainsFunc(where, unicode.IsControl):
+		where = quote(where) // a name may have line breaks in it
 	}
 	return reject(p.path, rule, "%s: %s", where, fmt.Sprintf(format, args...))
 }

@@ -297,11 +297,17 @@ func FuzzV2(f *testing.F) {
 	f.Add(strings.Replace(v2Text, "256", "0", 1), v2Payload())
 	f.Add(strings.Replace(v2Text, "[3]", "[1,3]", 1), v2Payload())
 	f.Add(`{"objects":[{}]}`, v2Payload())
+	path := filepath.Join(f.TempDir(), "x.ninfer")
 	f.Fuzz(func(t *testing.T, text string, payload []byte) {
-		a, err := openV2Bytes(t, v2Bytes(text, payload))
+		save(t, path, v2Bytes(text, payload))
+		a, err := OpenV2(path)
 		if err != nil {
+			if strings.ContainsAny(err.Error(), "\r\n") {
+				t.Errorf("message has more than one line: %q", err)
+			}
 			return
 		}
+		defer a.Close()
 		for _, o := range a.Objects {
 			if o.Resource {
 				if b, err := a.Resource(o.ID); err != nil || int64(len(b)) != o.Bytes {
@@ -311,7 +317,7 @@ func FuzzV2(f *testing.F) {
 				t.Errorf("tensor %q: %v", o.ID, err)
 			}
 		}
-		if _, err := VerifyV2(a.Path(), Options{}); err != nil {
+		if _, err := VerifyV2(path, Options{}); err != nil {
 			t.Error(err)
 		}
 	})
