@@ -1,12 +1,9 @@
 package server
 
 import (
-	"context"
 	"encoding/json/jsontext"
 	"encoding/json/v2"
-	"net/http"
 	"strings"
-	"time"
 
 	"ninfer/internal/engine"
 	"ninfer/internal/front"
@@ -96,83 +93,32 @@ type progress struct {
 	TimeMS    float64 `json:"time_ms"`
 }
 
-// chatCall is one request in progress.
+// chatCall tells an answer as Chat Completions does.
 type chatCall struct {
-	server   *Server
-	exchange *exchange
-	request  *chatRequest
-	prepared *front.Prepared
-	output   *output
-	ticket   *engine.Ticket
-	id       string
-	created  int64
-	start    time.Time
-	left     bool // the client could not be reached
-	calls    int  // told so far
-	stopped  bool // by a stop string
+	*generation
+	request *chatRequest
+	id      string
+	calls   int  // told so far
+	stopped bool // by a stop string
 }
 
 // chat serves POST /v1/chat/completions.
 func (s *Server) chat(x *exchange) {
-	start := time.Now()
-	if err := s.runChat(x, start); err != nil {
-		f := failureOf(err)
-		s.logRefusal(x, f, err)
-		x.fail(f)
-	}
-}
-
-// runChat returns an error while nothing of the answer has been sent.
-func (s *Server) runChat(x *exchange, start time.Time) error {
-	m, refused := s.available()
-	if refused != nil {
-		return refused
-	}
-	data, release, refused := s.readBody(x)
-	if refused != nil {
-		return refused
-	}
-	defer func() { release() }()
-	req, refused := parseChat(data, s.opt.ModelID)
-	if refused != nil {
-		return refused
-	}
-	// The client's leaving ends this context, and so does our giving up on it.
-	ctx, cancel := context.WithCancel(x.r.Context())
-	defer cancel()
-	slot, err := m.Queue.Reserve(ctx)
-	if err != nil {
-		return err
-	}
-	defer slot.Release()
-	c := &chatCall{server: s, exchange: x, request: req, id: "chatcmpl-" + randomHex(8), created: start.Unix(), start: start}
-	if c.prepared, err = m.Front.Prepare(req.front); err != nil {
-		return err
-	}
-	data, req.front.Messages = nil, nil
-	release()
-	release = func() {}
-	c.output = newOutput(c.prepared.Session(), &s.counters)
-	c.ticket, err = slot.Submit(engine.Request{
-		Prompt: c.prepared.Prompt, MaxNew: c.prepared.MaxNew, Sampling: engine.Sampling(c.prepared.Sampling), StopIDs: c.prepared.StopIDs,
-		Watcher: c.output, Draft: m.Draft, Progress: c.output.progress,
+	s.generate(x, func(data []byte, g *generation) (protocol, *front.Request, bool, *failure) {
+		req, err := parseChat(data, s.opt.ModelID)
+		if err != nil {
+			return nil, nil, false, err
+		}
+		return &chatCall{generation: g, request: req, id: "chatcmpl-" + randomHex(8)}, &req.front, req.stream, nil
 	})
-	if err != nil {
-		return err
-	}
-	if req.stream {
-		c.stream(ctx, cancel)
-		return nil
-	}
-	return c.whole()
 }
 
-// whole waits for the end and answers at once. A client that leaves ends the ticket through its context.
-func (c *chatCall) whole() error {
-	out, err := c.ticket.Outcome()
+func (c *chatCall) name() string { return "chat" }
+
+func (c *chatCall) whole(items []item, out engine.Outcome) any {
 	var reasoning, answer strings.Builder
 	var calls []chatTool
-	for _, it := range c.output.finish() {
+	for _, it := range items {
 		if it.progress {
 			continue
 		}
@@ -187,27 +133,15 @@ func (c *chatCall) whole() error {
 			c.stopped = it.event.Text != ""
 		}
 	}
-	if err != nil {
-		c.log(out, err)
-		return err
+	message := answerMessage{Role: "assistant", Reasoning: reasoning.String(), ToolCalls: calls}
+	if text := answer.String(); text != "" || len(calls) == 0 {
+		message.Content = &text
 	}
-	if out.Reason != engine.Cancelled {
-		control := http.NewResponseController(c.exchange.w)
-		control.SetWriteDeadline(time.Now().Add(c.server.opt.Stall))
-		defer control.SetWriteDeadline(time.Time{})
-		message := answerMessage{Role: "assistant", Reasoning: reasoning.String(), ToolCalls: calls}
-		if text := answer.String(); text != "" || len(calls) == 0 {
-			message.Content = &text
-		}
-		c.exchange.reply(http.StatusOK, completion{
-			ID: c.id, Object: "chat.completion", Created: c.created, Model: c.server.opt.ModelID,
-			Choices: []choice{{Message: message, FinishReason: c.finishReason(out.Reason)}},
-			Usage:   c.usage(), Timings: c.timings(out),
-		})
-		control.Flush() // under the deadline, and before the place is given back
+	return completion{
+		ID: c.id, Object: "chat.completion", Created: c.created, Model: c.server.opt.ModelID,
+		Choices: []choice{{Message: message, FinishReason: c.finishReason(out.Reason)}},
+		Usage:   c.usage(), Timings: c.timings(out),
 	}
-	c.log(out, nil)
-	return nil
 }
 
 // finishReason is OpenAI's word for it. Calls are the reason only if the model ended by itself.
@@ -227,49 +161,9 @@ func (c *chatCall) tool(e front.Event) chatTool {
 	return chatTool{ID: "call_" + randomHex(8), Type: "function", Function: chatFunction{e.Name, e.Text}}
 }
 
-func (c *chatCall) usage() usage {
-	counts := c.output.session.Usage()
-	u := usage{Prompt: counts.Prompt, Completion: counts.Completion, Total: counts.Prompt + counts.Completion}
-	u.PromptDetails.Cached = c.output.times().cached
-	u.CompletionDetails.Reasoning = counts.Reasoning
-	return u
-}
-
-// timings are those of a finished request.
-func (c *chatCall) timings(out engine.Outcome) *timings {
-	t := c.output.times().timings()
-	if n := out.Stats.Drafted; n > 0 {
-		t.DraftN, t.DraftAccepted = &n, &out.Stats.Accepted
-	}
-	return t
-}
-
-// stream sends events as they come. It cancels the request if the client cannot be reached.
-func (c *chatCall) stream(ctx context.Context, cancel context.CancelFunc) {
-	ev := c.server.events(c.exchange)
+func (c *chatCall) begin(ev *events) error {
 	empty := ""
-	err := ev.send(c.chunk(delta{Role: "assistant", Content: &empty}, nil))
-	silence := time.NewTimer(c.server.opt.KeepAlive)
-	defer silence.Stop()
-	for err == nil {
-		select {
-		case <-c.output.wake:
-			err = c.show(ev, c.output.take())
-		case <-c.ticket.Done():
-			out, failed := c.ticket.Outcome()
-			c.end(ev, out, failed)
-			return
-		case <-silence.C:
-			err = ev.comment("keep-alive")
-		case <-ctx.Done():
-			err = ctx.Err()
-		}
-		silence.Reset(c.server.opt.KeepAlive)
-	}
-	c.left = true
-	cancel()
-	out, failed := c.ticket.Outcome() // within one unit of work
-	c.log(out, failed)
+	return ev.send(c.chunk(delta{Role: "assistant", Content: &empty}, nil))
 }
 
 // chunk is an event with one choice.
@@ -284,17 +178,13 @@ func (c *chatCall) chunk(d delta, finish *string) chunk {
 	return k
 }
 
-// show sends items.
 func (c *chatCall) show(ev *events, items []item) error {
 	for i, it := range items {
 		var k chunk
 		switch {
 		case it.progress && c.request.progress:
 			k = c.chunk(delta{}, nil)
-			k.Progress = &progress{
-				Total: len(c.prepared.Prompt), Cache: it.clock.cached, Processed: it.clock.prompt,
-				TimeMS: milliseconds(it.clock.processed.Sub(it.clock.admitted)),
-			}
+			k.Progress = c.generation.progress(it)
 		case it.progress:
 			continue
 		case it.event.Kind == front.Reasoning:
@@ -331,29 +221,21 @@ func (c *chatCall) show(ev *events, items []item) error {
 	return nil
 }
 
-// end sends what is left and the terminal events, or an error in their place.
-func (c *chatCall) end(ev *events, out engine.Outcome, failed error) {
-	err := c.show(ev, c.output.finish())
-	switch {
-	case err != nil:
-	case failed != nil:
-		err = ev.send(failureOf(failed).body())
-	case out.Reason == engine.Cancelled: // the client has left
-	default:
-		reason := c.finishReason(out.Reason)
-		last := c.chunk(delta{}, &reason)
-		if c.request.includeUsage {
-			if err = ev.send(last); err != nil {
-				break
-			}
-			last.Choices = []chunkChoice{}
-			last.Usage, _ = json.Marshal(c.usage())
+func (c *chatCall) end(ev *events, out engine.Outcome) error {
+	reason := c.finishReason(out.Reason)
+	last := c.chunk(delta{}, &reason)
+	if c.request.includeUsage {
+		if err := ev.send(last); err != nil {
+			return err
 		}
-		last.Timings = c.timings(out)
-		if err = ev.send(last); err == nil {
-			err = ev.done()
-		}
+		last.Choices = []chunkChoice{}
+		last.Usage, _ = json.Marshal(c.usage())
 	}
-	c.left = err != nil
-	c.log(out, failed)
+	last.Timings = c.timings(out)
+	if err := ev.send(last); err != nil {
+		return err
+	}
+	return ev.done()
 }
+
+func (c *chatCall) broken(ev *events, f *failure) error { return ev.send(f.body()) }

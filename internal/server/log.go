@@ -117,14 +117,14 @@ func (s *Server) logRefusal(x *exchange, f *failure, err error) {
 }
 
 // log writes the line of a request that ran or waited.
-func (c *chatCall) log(out engine.Outcome, err error) {
-	log := c.server.opt.Log
-	t := c.output.times()
-	u := c.output.session.Usage()
+func (g *generation) log(protocol string, out engine.Outcome, err error) {
+	log := g.server.opt.Log
+	t := g.output.times()
+	u := g.output.session.Usage()
 	reason := string(out.Reason)
 	level := slog.LevelInfo
 	switch {
-	case c.left || err == nil && out.Reason == engine.Cancelled:
+	case g.left || err == nil && out.Reason == engine.Cancelled:
 		reason = "client_disconnected"
 	case err != nil:
 		f := failureOf(err)
@@ -136,28 +136,28 @@ func (c *chatCall) log(out engine.Outcome, err error) {
 		if at.IsZero() {
 			return 0
 		}
-		return at.Sub(c.start).Round(time.Millisecond)
+		return at.Sub(g.start).Round(time.Millisecond)
 	}
-	times := c.timings(out)
+	times := g.timings(out)
 	args := []any{
-		"protocol", "chat", "prompt", Count(u.Prompt), "output", Count(u.Completion), "reasoning", Count(u.Reasoning),
-		"cached", fmt.Sprintf("%d (0%%, root)", t.cached), "first token", since(t.first), "total", time.Since(c.start).Round(time.Millisecond),
+		"protocol", protocol, "prompt", Count(u.Prompt), "output", Count(u.Completion), "reasoning", Count(u.Reasoning),
+		"cached", fmt.Sprintf("%d (0%%, root)", t.cached), "first token", since(t.first), "total", time.Since(g.start).Round(time.Millisecond),
 		"prefill", fmt.Sprintf("%.1f tok/s", times.PromptPerSecond), "decode", fmt.Sprintf("%.1f tok/s", times.PredictedPerSecond),
 	}
 	if st := out.Stats; st.Drafted > 0 {
 		args = append(args, "accepted", fmt.Sprintf("%d of %d drafts", st.Accepted, st.Drafted))
 	}
-	calls := c.output.session.Calls()
+	calls := g.output.session.Calls()
 	if calls.Calls > 0 {
 		args = append(args, "tool calls", fmt.Sprintf("%d, %d arguments omitted, %d mismatched", calls.Calls, calls.Omitted, calls.Mismatches))
 	}
 	if calls.Fallback != "" {
-		log.Warn("tool calls left as text", "id", c.exchange.id, "reason", calls.Fallback)
+		log.Warn("tool calls left as text", "id", g.exchange.id, "reason", calls.Fallback)
 	}
 	if err != nil && level == slog.LevelError {
 		args = append(args, "error", err.Error())
 	}
-	log.Log(context.Background(), level, c.exchange.id+" "+reason, args...)
+	log.Log(context.Background(), level, g.exchange.id+" "+reason, args...)
 }
 
 // counters are sums since the start.
