@@ -432,13 +432,28 @@ func gemv(s isa, f format) {
 	x, n := GP64(), GP64()
 	acc := [4]VecVirtual{s.vec(), s.vec(), s.vec(), s.vec()}
 
+	// A row is too short for the processor to see where it leads; the next quad follows this one. Prefetches beyond the end are harmless.
+	ahead := row{}
+	if f.high == 0 {
+		ahead = row{GP64(), w.codes.stride, w.codes.stride3}
+	}
+
 	Label("quad")
+	if f.high == 0 {
+		LEAQ(Mem{Base: w.codes.base, Index: w.codes.stride, Scale: 4}, ahead.base)
+	}
 	Load(Param("x"), x)
 	Load(Param("blocks"), n)
 	for _, a := range acc {
 		s.zero(a)
 	}
 	Label("block")
+	if f.high == 0 {
+		for i := range 4 {
+			PREFETCHT0(ahead.at(i, 0))
+		}
+		ADDQ(U32(f.bytes), ahead.base)
+	}
 	f.blocks(w, consts, 4, func(i, at int, v VecVirtual) {
 		VFMADD231PS(Mem{Base: x, Disp: 4 * s.lanes * at}, v, acc[i])
 	})

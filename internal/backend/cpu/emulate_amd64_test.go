@@ -208,7 +208,7 @@ func (m *machine64) step(in line) {
 	}
 	set := func(v uint64) { m.regs[dst[0]], m.zero = v, v == 0 }
 	switch in.op {
-	case "VZEROUPPER":
+	case "VZEROUPPER", "PREFETCHT0":
 		return
 	case "MOVQ":
 		m.regs[dst[0]] = m.scalar(in.args[0]) // no flags

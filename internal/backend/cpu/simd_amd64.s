@@ -609,7 +609,7 @@ DATA word32<>+30(SB)/2, $0x0020
 GLOBL word32<>(SB), RODATA|NOPTR, $32
 
 // func gemvBF16AVX2(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
-// Requires: AVX, AVX2, FMA3
+// Requires: AVX, AVX2, FMA3, MMX+
 TEXT ·gemvBF16AVX2(SB), NOSPLIT, $0-104
 	MOVQ codes+16(FP), AX
 	MOVQ codesStride+40(FP), CX
@@ -618,6 +618,7 @@ TEXT ·gemvBF16AVX2(SB), NOSPLIT, $0-104
 	MOVQ quads+96(FP), SI
 
 quad:
+	LEAQ   (AX)(CX*4), R9
 	MOVQ   x+8(FP), DI
 	MOVQ   blocks+88(FP), R8
 	VXORPS Y0, Y0, Y0
@@ -626,6 +627,11 @@ quad:
 	VXORPS Y3, Y3, Y3
 
 block:
+	PREFETCHT0   (R9)
+	PREFETCHT0   (R9)(CX*1)
+	PREFETCHT0   (R9)(CX*2)
+	PREFETCHT0   (R9)(DX*1)
+	ADDQ         $0x00000020, R9
 	VPMOVZXWD    (AX), Y4
 	VPSLLD       $0x10, Y4, Y4
 	VFMADD231PS  (DI), Y4, Y0
@@ -689,7 +695,7 @@ block:
 	RET
 
 // func gemvFP32AVX2(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
-// Requires: AVX, FMA3
+// Requires: AVX, FMA3, MMX+
 TEXT ·gemvFP32AVX2(SB), NOSPLIT, $0-104
 	MOVQ codes+16(FP), AX
 	MOVQ codesStride+40(FP), CX
@@ -698,6 +704,7 @@ TEXT ·gemvFP32AVX2(SB), NOSPLIT, $0-104
 	MOVQ quads+96(FP), SI
 
 quad:
+	LEAQ   (AX)(CX*4), R9
 	MOVQ   x+8(FP), DI
 	MOVQ   blocks+88(FP), R8
 	VXORPS Y0, Y0, Y0
@@ -706,6 +713,11 @@ quad:
 	VXORPS Y3, Y3, Y3
 
 block:
+	PREFETCHT0   (R9)
+	PREFETCHT0   (R9)(CX*1)
+	PREFETCHT0   (R9)(CX*2)
+	PREFETCHT0   (R9)(DX*1)
+	ADDQ         $0x00000040, R9
 	VMOVUPS      (AX), Y4
 	VFMADD231PS  (DI), Y4, Y0
 	VMOVUPS      32(AX), Y4
@@ -740,7 +752,7 @@ block:
 	RET
 
 // func gemvFP8AVX2(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
-// Requires: AVX, AVX2, FMA3
+// Requires: AVX, AVX2, FMA3, MMX+
 TEXT ·gemvFP8AVX2(SB), NOSPLIT, $0-104
 	MOVQ         codes+16(FP), AX
 	MOVQ         codesStride+40(FP), CX
@@ -750,6 +762,7 @@ TEXT ·gemvFP8AVX2(SB), NOSPLIT, $0-104
 	MOVQ         quads+96(FP), SI
 
 quad:
+	LEAQ   (AX)(CX*4), R9
 	MOVQ   x+8(FP), DI
 	MOVQ   blocks+88(FP), R8
 	VXORPS Y1, Y1, Y1
@@ -758,6 +771,11 @@ quad:
 	VXORPS Y4, Y4, Y4
 
 block:
+	PREFETCHT0   (R9)
+	PREFETCHT0   (R9)(CX*1)
+	PREFETCHT0   (R9)(CX*2)
+	PREFETCHT0   (R9)(DX*1)
+	ADDQ         $0x00000020, R9
 	VMOVUPS      (AX), Y5
 	VPSLLD       $0x18, Y5, Y6
 	VPSRAD       $0x04, Y6, Y6
@@ -872,7 +890,7 @@ block:
 	RET
 
 // func gemvQ8AVX2(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
-// Requires: AVX, AVX2, F16C, FMA3
+// Requires: AVX, AVX2, F16C, FMA3, MMX+
 TEXT ·gemvQ8AVX2(SB), NOSPLIT, $0-104
 	MOVQ codes+16(FP), AX
 	MOVQ codesStride+40(FP), CX
@@ -884,6 +902,7 @@ TEXT ·gemvQ8AVX2(SB), NOSPLIT, $0-104
 	MOVQ quads+96(FP), R9
 
 quad:
+	LEAQ   (AX)(CX*4), R12
 	MOVQ   x+8(FP), R10
 	MOVQ   blocks+88(FP), R11
 	VXORPS Y0, Y0, Y0
@@ -892,6 +911,11 @@ quad:
 	VXORPS Y3, Y3, Y3
 
 block:
+	PREFETCHT0   (R12)
+	PREFETCHT0   (R12)(CX*1)
+	PREFETCHT0   (R12)(CX*2)
+	PREFETCHT0   (R12)(DX*1)
+	ADDQ         $0x00000020, R12
 	VPBROADCASTW (BX), X4
 	VCVTPH2PS    X4, Y4
 	VPMOVSXBD    (AX), Y5
@@ -1019,7 +1043,7 @@ block:
 	RET
 
 // func gemvNVFP4AVX2(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
-// Requires: AVX, AVX2, F16C, FMA3
+// Requires: AVX, AVX2, F16C, FMA3, MMX+
 TEXT ·gemvNVFP4AVX2(SB), NOSPLIT, $320-104
 	MOVQ           codes+16(FP), AX
 	MOVQ           codesStride+40(FP), CX
@@ -1035,6 +1059,7 @@ TEXT ·gemvNVFP4AVX2(SB), NOSPLIT, $320-104
 	MOVQ           quads+96(FP), R10
 
 quad:
+	LEAQ   (AX)(CX*4), R13
 	MOVQ   x+8(FP), R11
 	MOVQ   blocks+88(FP), R12
 	VXORPS Y2, Y2, Y2
@@ -1043,6 +1068,11 @@ quad:
 	VXORPS Y5, Y5, Y5
 
 block:
+	PREFETCHT0   (R13)
+	PREFETCHT0   (R13)(CX*1)
+	PREFETCHT0   (R13)(CX*2)
+	PREFETCHT0   (R13)(DX*1)
+	ADDQ         $0x00000020, R13
 	VMOVD        (BX), X6
 	VPSHUFB      scaleSpread0<>+0(SB), X6, X7
 	VPSLLW       $0x07, X7, X7
@@ -1314,7 +1344,7 @@ block:
 	RET
 
 // func gemvQ4AVX2(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
-// Requires: AVX, AVX2, F16C, FMA3
+// Requires: AVX, AVX2, F16C, FMA3, MMX+
 TEXT ·gemvQ4AVX2(SB), NOSPLIT, $320-104
 	MOVQ           codes+16(FP), AX
 	MOVQ           codesStride+40(FP), CX
@@ -1330,6 +1360,7 @@ TEXT ·gemvQ4AVX2(SB), NOSPLIT, $320-104
 	MOVQ           quads+96(FP), R10
 
 quad:
+	LEAQ   (AX)(CX*4), R13
 	MOVQ   x+8(FP), R11
 	MOVQ   blocks+88(FP), R12
 	VXORPS Y2, Y2, Y2
@@ -1338,6 +1369,11 @@ quad:
 	VXORPS Y5, Y5, Y5
 
 block:
+	PREFETCHT0   (R13)
+	PREFETCHT0   (R13)(CX*1)
+	PREFETCHT0   (R13)(CX*2)
+	PREFETCHT0   (R13)(DX*1)
+	ADDQ         $0x00000020, R13
 	VPBROADCASTW (BX), X6
 	VCVTPH2PS    X6, Y6
 	VMOVUPS      Y6, (R8)
@@ -2607,7 +2643,7 @@ step:
 	RET
 
 // func gemvBF16AVX512(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
-// Requires: AVX, AVX512F
+// Requires: AVX, AVX512F, MMX+
 TEXT ·gemvBF16AVX512(SB), NOSPLIT, $0-104
 	MOVQ codes+16(FP), AX
 	MOVQ codesStride+40(FP), CX
@@ -2616,6 +2652,7 @@ TEXT ·gemvBF16AVX512(SB), NOSPLIT, $0-104
 	MOVQ quads+96(FP), SI
 
 quad:
+	LEAQ   (AX)(CX*4), R9
 	MOVQ   x+8(FP), DI
 	MOVQ   blocks+88(FP), R8
 	VPXORD Z0, Z0, Z0
@@ -2624,6 +2661,11 @@ quad:
 	VPXORD Z3, Z3, Z3
 
 block:
+	PREFETCHT0    (R9)
+	PREFETCHT0    (R9)(CX*1)
+	PREFETCHT0    (R9)(CX*2)
+	PREFETCHT0    (R9)(DX*1)
+	ADDQ          $0x00000020, R9
 	VPMOVZXWD     (AX), Z4
 	VPSLLD        $0x10, Z4, Z4
 	VFMADD231PS   (DI), Z4, Z0
@@ -2680,7 +2722,7 @@ block:
 	RET
 
 // func gemvFP32AVX512(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
-// Requires: AVX, AVX512F
+// Requires: AVX, AVX512F, MMX+
 TEXT ·gemvFP32AVX512(SB), NOSPLIT, $0-104
 	MOVQ codes+16(FP), AX
 	MOVQ codesStride+40(FP), CX
@@ -2689,6 +2731,7 @@ TEXT ·gemvFP32AVX512(SB), NOSPLIT, $0-104
 	MOVQ quads+96(FP), SI
 
 quad:
+	LEAQ   (AX)(CX*4), R9
 	MOVQ   x+8(FP), DI
 	MOVQ   blocks+88(FP), R8
 	VPXORD Z0, Z0, Z0
@@ -2697,6 +2740,11 @@ quad:
 	VPXORD Z3, Z3, Z3
 
 block:
+	PREFETCHT0    (R9)
+	PREFETCHT0    (R9)(CX*1)
+	PREFETCHT0    (R9)(CX*2)
+	PREFETCHT0    (R9)(DX*1)
+	ADDQ          $0x00000040, R9
 	VMOVUPS       (AX), Z4
 	VFMADD231PS   (DI), Z4, Z0
 	VMOVUPS       (AX)(CX*1), Z4
@@ -2731,7 +2779,7 @@ block:
 	RET
 
 // func gemvFP8AVX512(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
-// Requires: AVX, AVX512F
+// Requires: AVX, AVX512F, MMX+
 TEXT ·gemvFP8AVX512(SB), NOSPLIT, $0-104
 	MOVQ         codes+16(FP), AX
 	MOVQ         codesStride+40(FP), CX
@@ -2741,6 +2789,7 @@ TEXT ·gemvFP8AVX512(SB), NOSPLIT, $0-104
 	MOVQ         quads+96(FP), SI
 
 quad:
+	LEAQ   (AX)(CX*4), R9
 	MOVQ   x+8(FP), DI
 	MOVQ   blocks+88(FP), R8
 	VPXORD Z1, Z1, Z1
@@ -2749,6 +2798,11 @@ quad:
 	VPXORD Z4, Z4, Z4
 
 block:
+	PREFETCHT0    (R9)
+	PREFETCHT0    (R9)(CX*1)
+	PREFETCHT0    (R9)(CX*2)
+	PREFETCHT0    (R9)(DX*1)
+	ADDQ          $0x00000040, R9
 	VMOVUPS       (AX), Z5
 	VPSLLD        $0x18, Z5, Z6
 	VPSRAD        $0x04, Z6, Z6
@@ -2871,7 +2925,7 @@ block:
 	RET
 
 // func gemvQ8AVX512(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
-// Requires: AVX, AVX2, AVX512F
+// Requires: AVX, AVX2, AVX512F, MMX+
 TEXT ·gemvQ8AVX512(SB), NOSPLIT, $0-104
 	MOVQ codes+16(FP), AX
 	MOVQ codesStride+40(FP), CX
@@ -2883,6 +2937,7 @@ TEXT ·gemvQ8AVX512(SB), NOSPLIT, $0-104
 	MOVQ quads+96(FP), R9
 
 quad:
+	LEAQ   (AX)(CX*4), R12
 	MOVQ   x+8(FP), R10
 	MOVQ   blocks+88(FP), R11
 	VPXORD Z0, Z0, Z0
@@ -2891,6 +2946,11 @@ quad:
 	VPXORD Z3, Z3, Z3
 
 block:
+	PREFETCHT0    (R12)
+	PREFETCHT0    (R12)(CX*1)
+	PREFETCHT0    (R12)(CX*2)
+	PREFETCHT0    (R12)(DX*1)
+	ADDQ          $0x00000020, R12
 	VPBROADCASTW  (BX), Y4
 	VCVTPH2PS     Y4, Z4
 	VPMOVSXBD     (AX), Z5
@@ -2986,7 +3046,7 @@ block:
 	RET
 
 // func gemvNVFP4AVX512(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
-// Requires: AVX, AVX512F
+// Requires: AVX, AVX512F, MMX+
 TEXT ·gemvNVFP4AVX512(SB), NOSPLIT, $0-104
 	MOVQ    codes+16(FP), AX
 	MOVQ    codesStride+40(FP), CX
@@ -3001,6 +3061,7 @@ TEXT ·gemvNVFP4AVX512(SB), NOSPLIT, $0-104
 	MOVQ    quads+96(FP), R11
 
 quad:
+	LEAQ   (AX)(CX*4), R14
 	MOVQ   x+8(FP), R12
 	MOVQ   blocks+88(FP), R13
 	VPXORD Z2, Z2, Z2
@@ -3009,6 +3070,11 @@ quad:
 	VPXORD Z5, Z5, Z5
 
 block:
+	PREFETCHT0    (R14)
+	PREFETCHT0    (R14)(CX*1)
+	PREFETCHT0    (R14)(CX*2)
+	PREFETCHT0    (R14)(DX*1)
+	ADDQ          $0x00000020, R14
 	MOVBLZX       (BX), R8
 	VBROADCASTSS  (R9)(R8*4), Z6
 	VPBROADCASTQ  (AX), Z7
@@ -3197,7 +3263,7 @@ block:
 	RET
 
 // func gemvQ4AVX512(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
-// Requires: AVX, AVX2, AVX512F
+// Requires: AVX, AVX2, AVX512F, MMX+
 TEXT ·gemvQ4AVX512(SB), NOSPLIT, $0-104
 	MOVQ    codes+16(FP), AX
 	MOVQ    codesStride+40(FP), CX
@@ -3211,6 +3277,7 @@ TEXT ·gemvQ4AVX512(SB), NOSPLIT, $0-104
 	MOVQ    quads+96(FP), R9
 
 quad:
+	LEAQ   (AX)(CX*4), R12
 	MOVQ   x+8(FP), R10
 	MOVQ   blocks+88(FP), R11
 	VPXORD Z2, Z2, Z2
@@ -3219,6 +3286,11 @@ quad:
 	VPXORD Z5, Z5, Z5
 
 block:
+	PREFETCHT0    (R12)
+	PREFETCHT0    (R12)(CX*1)
+	PREFETCHT0    (R12)(CX*2)
+	PREFETCHT0    (R12)(DX*1)
+	ADDQ          $0x00000020, R12
 	VPBROADCASTW  (BX), Y6
 	VCVTPH2PS     Y6, Z6
 	VPBROADCASTQ  (AX), Z7
