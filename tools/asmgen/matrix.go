@@ -369,7 +369,10 @@ func q56(name string, bits int) format {
 func matrix() {
 	for _, s := range isas {
 		for _, f := range formats(s) {
-			gemv(s, f)
+			gemv(s, f, 1)
+			if f.high == 0 { // registers are few
+				gemv(s, f, 2)
+			}
 			if f.name != "FP32" {
 				decode(s, f)
 			}
@@ -420,18 +423,22 @@ func (f format) advance(w *weights) {
 	}
 }
 
-// gemv: out[4q+i] = sum over columns of weight[4q+i]*x, for quads of rows. The Next parameters take a plane from the end of a quad to
-// the next one.
-func gemv(s isa, f format) {
-	TEXT("gemv"+f.name+s.name, NOSPLIT, "func(out, x *float32, codes, high, scales *byte, codesStride, highStride, scalesStride, codesNext, highNext, scalesNext, blocks, quads int)")
+// gemv: out[r*ldo+4q+i] = sum over columns of weight[4q+i]*x_r, for quads of rows and one or two x. The Next parameters take a plane
+// from the end of a quad to the next one.
+func gemv(s isa, f format, rows int) {
+	name := fmt.Sprintf("gemv%d%s%s", rows, f.name, s.name)
+	TEXT(name, NOSPLIT, "func(out *float32, ldo int, x0, x1 *float32, codes, high, scales *byte, codesStride, highStride, scalesStride, codesNext, highNext, scalesNext, blocks, quads int)")
 	Pragma("noescape")
-	Doc(fmt.Sprintf("gemv%s%s multiplies quads of four %s rows with one vector; blocks of %d columns.", f.name, s.name, f.name, f.columns))
+	Doc(fmt.Sprintf("%s multiplies quads of four %s rows with %d vectors; blocks of %d columns.", name, f.name, rows, f.columns))
 	w, consts := f.begin(s, true)
 	out := Load(Param("out"), GP64())
-	quads := Load(Param("quads"), GP64())
-	x, n := GP64(), GP64()
-	acc := [4]VecVirtual{s.vec(), s.vec(), s.vec(), s.vec()}
-
+	n := GP64()
+	xs := make([]GPVirtual, rows)
+	acc := make([][4]VecVirtual, rows)
+	for r := range rows {
+		xs[r] = GP64()
+		acc[r] = [4]VecVirtual{s.vec(), s.vec(), s.vec(), s.vec()}
+	}
 	// A row is too short for the processor to see where it leads; the next quad follows this one. Prefetches beyond the end are harmless.
 	ahead := row{}
 	if f.high == 0 {
@@ -442,10 +449,12 @@ func gemv(s isa, f format) {
 	if f.high == 0 {
 		LEAQ(Mem{Base: w.codes.base, Index: w.codes.stride, Scale: 4}, ahead.base)
 	}
-	Load(Param("x"), x)
 	Load(Param("blocks"), n)
-	for _, a := range acc {
-		s.zero(a)
+	for r := range rows {
+		Load(Param(fmt.Sprintf("x%d", r)), xs[r])
+		for _, a := range acc[r] {
+			s.zero(a)
+		}
 	}
 	Label("block")
 	if f.high == 0 {
@@ -455,31 +464,42 @@ func gemv(s isa, f format) {
 		ADDQ(U32(f.bytes), ahead.base)
 	}
 	f.blocks(w, consts, 4, func(i, at int, v VecVirtual) {
-		VFMADD231PS(Mem{Base: x, Disp: 4 * s.lanes * at}, v, acc[i])
+		for r := range rows {
+			VFMADD231PS(Mem{Base: xs[r], Disp: 4 * s.lanes * at}, v, acc[r][i])
+		}
 	})
 	f.advance(w)
-	ADDQ(U32(4*f.columns), x)
+	for r := range rows {
+		ADDQ(U32(4*f.columns), xs[r])
+	}
 	DECQ(n)
 	JNZ(LabelRef("block"))
 
-	sum := reduce(s, acc)
-	VMOVUPS(sum, Mem{Base: out})
-	ADDQ(U32(16), out)
-	next := func(name string, p row) {
-		m, err := Param(name + "Next").Resolve()
+	param := func(name string) Mem {
+		m, err := Param(name).Resolve()
 		if err != nil {
 			panic(err)
 		}
-		ADDQ(m.Addr, p.base)
+		return m.Addr
 	}
-	next("codes", w.codes)
+	for r := range rows {
+		sum := reduce(s, acc[r])
+		if r == 0 {
+			VMOVUPS(sum, Mem{Base: out})
+		} else {
+			MOVQ(param("ldo"), n)
+			VMOVUPS(sum, Mem{Base: out, Index: n, Scale: 4})
+		}
+	}
+	ADDQ(U32(16), out)
+	ADDQ(param("codesNext"), w.codes.base)
 	if f.high > 0 {
-		next("high", w.high)
+		ADDQ(param("highNext"), w.high.base)
 	}
 	if f.scales > 0 {
-		next("scales", w.scales)
+		ADDQ(param("scalesNext"), w.scales.base)
 	}
-	DECQ(quads)
+	DECQ(param("quads"))
 	JNZ(LabelRef("quad"))
 	VZEROUPPER()
 	RET()
@@ -489,7 +509,7 @@ func gemv(s isa, f format) {
 func decode(s isa, f format) {
 	TEXT("decode"+f.name+s.name, NOSPLIT, "func(dst *float32, codes, high, scales *byte, blocks int)")
 	Pragma("noescape")
-	Doc(fmt.Sprintf("decode%s%s decodes one %s row in the column order of gemv%s%s.", f.name, s.name, f.name, f.name, s.name))
+	Doc(fmt.Sprintf("decode%s%s decodes one %s row in the column order of gemv1%s%s.", f.name, s.name, f.name, f.name, s.name))
 	w, consts := f.begin(s, false)
 	dst := Load(Param("dst"), GP64())
 	n := Load(Param("blocks"), GP64())

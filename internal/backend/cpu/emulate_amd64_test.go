@@ -206,7 +206,15 @@ func (m *machine64) step(in line) {
 	if len(dst) > 0 {
 		dst = dst[len(dst)-1:]
 	}
-	set := func(v uint64) { m.regs[dst[0]], m.zero = v, v == 0 }
+	set := func(v uint64) {
+		m.zero = v == 0
+		if _, off, ok := strings.Cut(dst[0], "+"); ok { // a parameter
+			n, _ := strconv.Atoi(strings.TrimSuffix(off, "(FP)"))
+			m.args[n/8] = v
+			return
+		}
+		m.regs[dst[0]] = v
+	}
 	switch in.op {
 	case "VZEROUPPER", "PREFETCHT0":
 		return
@@ -236,7 +244,7 @@ func (m *machine64) step(in line) {
 		set(m.regs[dst[0]] << m.scalar(in.args[0]))
 		return
 	case "DECQ":
-		set(m.regs[dst[0]] - 1)
+		set(m.scalar(dst[0]) - 1)
 		return
 	case "CMPQ":
 		m.zero = m.scalar(in.args[0]) == m.scalar(in.args[1])
@@ -432,13 +440,17 @@ func (l *listing) kernels(level string, like *kernels) *kernels {
 	}
 	for f, k := range like.formats {
 		name := names[f]
-		if l.code["gemv"+name+level] == nil {
+		if l.code["gemv1"+name+level] == nil {
 			continue
 		}
 		c := *k
 		c.dot = &ks.dot
-		c.gemv = func(out, x *float32, codes, high, scales *byte, cs, hs, ss, cn, hn, sn, blocks, quads int) {
-			call("gemv"+name, out, x, codes, high, scales, cs, hs, ss, cn, hn, sn, blocks, quads)
+		for i := range c.gemv {
+			if k.gemv[i] != nil {
+				c.gemv[i] = func(out *float32, ldo int, x0, x1 *float32, codes, high, scales *byte, cs, hs, ss, cn, hn, sn, blocks, quads int) {
+					call(fmt.Sprint("gemv", i+1, name), out, ldo, x0, x1, codes, high, scales, cs, hs, ss, cn, hn, sn, blocks, quads)
+				}
+			}
 		}
 		if k.decode != nil {
 			c.decode = func(dst *float32, codes, high, scales *byte, blocks int) {

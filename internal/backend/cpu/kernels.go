@@ -48,9 +48,9 @@ var orders = func() (t [numOrders]orderSpec) {
 	return t
 }()
 
-// gemvFunc: out[4q+i] = sum over columns of weight[4q+i]*x; see tools/asmgen. Strides are bytes; the Next values take a plane from the
-// end of a quad of rows to the next quad.
-type gemvFunc func(out, x *float32, codes, high, scales *byte, codesStride, highStride, scalesStride, codesNext, highNext, scalesNext, blocks, quads int)
+// gemvFunc: out[r*ldo+4q+i] = sum over columns of weight[4q+i]*x_r for one or two x; see tools/asmgen. Strides are bytes; the Next values
+// take a plane from the end of a quad of rows to the next quad.
+type gemvFunc func(out *float32, ldo int, x0, x1 *float32, codes, high, scales *byte, codesStride, highStride, scalesStride, codesNext, highNext, scalesNext, blocks, quads int)
 
 // decodeFunc writes the float32 values of one row, in the kernel's order, without the factor of the whole row.
 type decodeFunc func(dst *float32, codes, high, scales *byte, blocks int)
@@ -65,8 +65,8 @@ type kernel struct {
 	bytes  int // of codes a block
 	high   int
 	scales int
-	gemv   gemvFunc
-	decode decodeFunc // nil: rows are float32 already
+	gemv   [2]gemvFunc // for one and for two rows of activations; the second may be missing
+	decode decodeFunc  // nil: rows are float32 already
 	dot    *[3]dotFunc
 }
 
@@ -139,8 +139,10 @@ func (m *matrix) scratchSize() int {
 	return tileRows*m.padded + 4*m.padded + 16
 }
 
-// tileRows are the rows of weights decoded together for many rows of activations.
-const tileRows = 16
+const (
+	tileRows = 16 // rows of weights decoded together for many rows of activations
+	pairRows = 6  // rows of activations up to which decoding for each pair is faster than decoding to memory
+)
 
 // activations are rows of float32 in one order. idx, if not nil, picks the rows.
 type activations struct {
@@ -172,7 +174,13 @@ func (m *matrix) multiply(l Level, x *activations, out []float32, ldo, first, en
 		}
 		return
 	case x.rows == 1:
-		m.vector(x.row(0), out, first, end, scratch)
+		m.vectors(x, 0, 1, out, ldo, first, end, scratch)
+	case x.rows <= pairRows && m.kern.gemv[1] != nil:
+		for n := first; n < end; n += tileRows { // the second pair finds the weights in the cache
+			for r := 0; r < x.rows; r += 2 {
+				m.vectors(x, r, min(2, x.rows-r), out, ldo, n, min(end, n+tileRows), scratch)
+			}
+		}
 	default:
 		m.tiles(x, out, ldo, first, end, scratch)
 	}
@@ -217,11 +225,16 @@ func bytesOf(f []float32) []byte {
 	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(f))), 4*len(f))
 }
 
-// vector multiplies one row of activations.
-func (m *matrix) vector(x, out []float32, first, end int, scratch []float32) {
+// vectors multiplies rows r0 and, if rows is 2, r0+1 of activations.
+func (m *matrix) vectors(x *activations, r0, rows int, out []float32, ldo, first, end int, scratch []float32) {
 	k := m.kern
-	_ = x[m.padded-1]
-	single := scratch[:4]
+	gemv := k.gemv[rows-1]
+	x0, x1 := &x.row(r0)[:m.padded][0], (*float32)(nil)
+	if rows == 2 {
+		x1 = &x.row(r0 + 1)[:m.padded][0]
+	}
+	out = out[r0*ldo:]
+	single := scratch[:8]
 	for n := first; n < end; {
 		r := m.at(n, end)
 		quads := r.rows / 4
@@ -230,8 +243,10 @@ func (m *matrix) vector(x, out []float32, first, end int, scratch []float32) {
 			m.pad(&r, max(1, 4*quads), scratch[16:])
 		}
 		if quads == 0 { // a row alone: the same quad four times
-			k.gemv(&single[0], &x[0], ptr(r.codes), ptr(r.high), ptr(r.scales), 0, 0, 0, 0, 0, 0, m.blocks, 1)
-			out[n] = single[0]
+			gemv(&single[0], 4, x0, x1, ptr(r.codes), ptr(r.high), ptr(r.scales), 0, 0, 0, 0, 0, 0, m.blocks, 1)
+			for i := range rows {
+				out[i*ldo+n] = single[4*i]
+			}
 			n++
 			continue
 		}
@@ -239,7 +254,8 @@ func (m *matrix) vector(x, out []float32, first, end int, scratch []float32) {
 		if !m.direct {
 			stride = m.blocks * k.bytes
 		}
-		k.gemv(&out[n : n+4*quads][0], &x[0], ptr(r.codes), ptr(r.high), ptr(r.scales), stride, m.highStride, m.scalesStride,
+		_ = out[(rows-1)*ldo+n+4*quads-1]
+		gemv(&out[n], ldo, x0, x1, ptr(r.codes), ptr(r.high), ptr(r.scales), stride, m.highStride, m.scalesStride,
 			4*stride-m.blocks*k.bytes, 4*m.highStride-m.blocks*k.high, 4*m.scalesStride-m.blocks*k.scales, m.blocks, quads)
 		n += 4 * quads
 	}

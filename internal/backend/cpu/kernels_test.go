@@ -118,7 +118,7 @@ func compareKernels(t *testing.T, a, b *kernels) {
 		w := optest.Weight(r, f, 128, 192)
 		x := random(r, 5*192)
 		ma, mb := newMatrix(w, a), newMatrix(w, b)
-		for _, rows := range []int{1, 5} {
+		for _, rows := range []int{1, 2, 5} {
 			if !slices.Equal(multiplied(best(), &ma, x, rows), multiplied(best(), &mb, x, rows)) {
 				t.Errorf("%v, %d rows: not the same bits", f, rows)
 			}

@@ -2,77 +2,107 @@
 
 package cpu
 
-// gemvBF16AVX2 multiplies quads of four BF16 rows with one vector; blocks of 16 columns.
+// gemv1BF16AVX2 multiplies quads of four BF16 rows with 1 vectors; blocks of 16 columns.
 //
 //go:noescape
-func gemvBF16AVX2(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+func gemv1BF16AVX2(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
 
-// decodeBF16AVX2 decodes one BF16 row in the column order of gemvBF16AVX2.
+// gemv2BF16AVX2 multiplies quads of four BF16 rows with 2 vectors; blocks of 16 columns.
+//
+//go:noescape
+func gemv2BF16AVX2(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+
+// decodeBF16AVX2 decodes one BF16 row in the column order of gemv1BF16AVX2.
 //
 //go:noescape
 func decodeBF16AVX2(dst *float32, codes *byte, high *byte, scales *byte, blocks int)
 
-// gemvFP32AVX2 multiplies quads of four FP32 rows with one vector; blocks of 16 columns.
+// gemv1FP32AVX2 multiplies quads of four FP32 rows with 1 vectors; blocks of 16 columns.
 //
 //go:noescape
-func gemvFP32AVX2(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+func gemv1FP32AVX2(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
 
-// gemvFP8AVX2 multiplies quads of four FP8 rows with one vector; blocks of 32 columns.
+// gemv2FP32AVX2 multiplies quads of four FP32 rows with 2 vectors; blocks of 16 columns.
 //
 //go:noescape
-func gemvFP8AVX2(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+func gemv2FP32AVX2(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
 
-// decodeFP8AVX2 decodes one FP8 row in the column order of gemvFP8AVX2.
+// gemv1FP8AVX2 multiplies quads of four FP8 rows with 1 vectors; blocks of 32 columns.
+//
+//go:noescape
+func gemv1FP8AVX2(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+
+// gemv2FP8AVX2 multiplies quads of four FP8 rows with 2 vectors; blocks of 32 columns.
+//
+//go:noescape
+func gemv2FP8AVX2(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+
+// decodeFP8AVX2 decodes one FP8 row in the column order of gemv1FP8AVX2.
 //
 //go:noescape
 func decodeFP8AVX2(dst *float32, codes *byte, high *byte, scales *byte, blocks int)
 
-// gemvQ8AVX2 multiplies quads of four Q8 rows with one vector; blocks of 32 columns.
+// gemv1Q8AVX2 multiplies quads of four Q8 rows with 1 vectors; blocks of 32 columns.
 //
 //go:noescape
-func gemvQ8AVX2(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+func gemv1Q8AVX2(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
 
-// decodeQ8AVX2 decodes one Q8 row in the column order of gemvQ8AVX2.
+// gemv2Q8AVX2 multiplies quads of four Q8 rows with 2 vectors; blocks of 32 columns.
+//
+//go:noescape
+func gemv2Q8AVX2(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+
+// decodeQ8AVX2 decodes one Q8 row in the column order of gemv1Q8AVX2.
 //
 //go:noescape
 func decodeQ8AVX2(dst *float32, codes *byte, high *byte, scales *byte, blocks int)
 
-// gemvNVFP4AVX2 multiplies quads of four NVFP4 rows with one vector; blocks of 64 columns.
+// gemv1NVFP4AVX2 multiplies quads of four NVFP4 rows with 1 vectors; blocks of 64 columns.
 //
 //go:noescape
-func gemvNVFP4AVX2(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+func gemv1NVFP4AVX2(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
 
-// decodeNVFP4AVX2 decodes one NVFP4 row in the column order of gemvNVFP4AVX2.
+// gemv2NVFP4AVX2 multiplies quads of four NVFP4 rows with 2 vectors; blocks of 64 columns.
+//
+//go:noescape
+func gemv2NVFP4AVX2(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+
+// decodeNVFP4AVX2 decodes one NVFP4 row in the column order of gemv1NVFP4AVX2.
 //
 //go:noescape
 func decodeNVFP4AVX2(dst *float32, codes *byte, high *byte, scales *byte, blocks int)
 
-// gemvQ4AVX2 multiplies quads of four Q4 rows with one vector; blocks of 64 columns.
+// gemv1Q4AVX2 multiplies quads of four Q4 rows with 1 vectors; blocks of 64 columns.
 //
 //go:noescape
-func gemvQ4AVX2(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+func gemv1Q4AVX2(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
 
-// decodeQ4AVX2 decodes one Q4 row in the column order of gemvQ4AVX2.
+// gemv2Q4AVX2 multiplies quads of four Q4 rows with 2 vectors; blocks of 64 columns.
+//
+//go:noescape
+func gemv2Q4AVX2(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+
+// decodeQ4AVX2 decodes one Q4 row in the column order of gemv1Q4AVX2.
 //
 //go:noescape
 func decodeQ4AVX2(dst *float32, codes *byte, high *byte, scales *byte, blocks int)
 
-// gemvQ5AVX2 multiplies quads of four Q5 rows with one vector; blocks of 64 columns.
+// gemv1Q5AVX2 multiplies quads of four Q5 rows with 1 vectors; blocks of 64 columns.
 //
 //go:noescape
-func gemvQ5AVX2(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+func gemv1Q5AVX2(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
 
-// decodeQ5AVX2 decodes one Q5 row in the column order of gemvQ5AVX2.
+// decodeQ5AVX2 decodes one Q5 row in the column order of gemv1Q5AVX2.
 //
 //go:noescape
 func decodeQ5AVX2(dst *float32, codes *byte, high *byte, scales *byte, blocks int)
 
-// gemvQ6AVX2 multiplies quads of four Q6 rows with one vector; blocks of 64 columns.
+// gemv1Q6AVX2 multiplies quads of four Q6 rows with 1 vectors; blocks of 64 columns.
 //
 //go:noescape
-func gemvQ6AVX2(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+func gemv1Q6AVX2(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
 
-// decodeQ6AVX2 decodes one Q6 row in the column order of gemvQ6AVX2.
+// decodeQ6AVX2 decodes one Q6 row in the column order of gemv1Q6AVX2.
 //
 //go:noescape
 func decodeQ6AVX2(dst *float32, codes *byte, high *byte, scales *byte, blocks int)
@@ -92,57 +122,87 @@ func dot2AVX2(out *float32, ldo int, x0 *float32, x1 *float32, x2 *float32, code
 //go:noescape
 func dot3AVX2(out *float32, ldo int, x0 *float32, x1 *float32, x2 *float32, codes *float32, codesStride int, codesNext int, vectors int, quads int)
 
-// gemvBF16AVX512 multiplies quads of four BF16 rows with one vector; blocks of 16 columns.
+// gemv1BF16AVX512 multiplies quads of four BF16 rows with 1 vectors; blocks of 16 columns.
 //
 //go:noescape
-func gemvBF16AVX512(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+func gemv1BF16AVX512(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
 
-// decodeBF16AVX512 decodes one BF16 row in the column order of gemvBF16AVX512.
+// gemv2BF16AVX512 multiplies quads of four BF16 rows with 2 vectors; blocks of 16 columns.
+//
+//go:noescape
+func gemv2BF16AVX512(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+
+// decodeBF16AVX512 decodes one BF16 row in the column order of gemv1BF16AVX512.
 //
 //go:noescape
 func decodeBF16AVX512(dst *float32, codes *byte, high *byte, scales *byte, blocks int)
 
-// gemvFP32AVX512 multiplies quads of four FP32 rows with one vector; blocks of 16 columns.
+// gemv1FP32AVX512 multiplies quads of four FP32 rows with 1 vectors; blocks of 16 columns.
 //
 //go:noescape
-func gemvFP32AVX512(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+func gemv1FP32AVX512(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
 
-// gemvFP8AVX512 multiplies quads of four FP8 rows with one vector; blocks of 64 columns.
+// gemv2FP32AVX512 multiplies quads of four FP32 rows with 2 vectors; blocks of 16 columns.
 //
 //go:noescape
-func gemvFP8AVX512(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+func gemv2FP32AVX512(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
 
-// decodeFP8AVX512 decodes one FP8 row in the column order of gemvFP8AVX512.
+// gemv1FP8AVX512 multiplies quads of four FP8 rows with 1 vectors; blocks of 64 columns.
+//
+//go:noescape
+func gemv1FP8AVX512(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+
+// gemv2FP8AVX512 multiplies quads of four FP8 rows with 2 vectors; blocks of 64 columns.
+//
+//go:noescape
+func gemv2FP8AVX512(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+
+// decodeFP8AVX512 decodes one FP8 row in the column order of gemv1FP8AVX512.
 //
 //go:noescape
 func decodeFP8AVX512(dst *float32, codes *byte, high *byte, scales *byte, blocks int)
 
-// gemvQ8AVX512 multiplies quads of four Q8 rows with one vector; blocks of 32 columns.
+// gemv1Q8AVX512 multiplies quads of four Q8 rows with 1 vectors; blocks of 32 columns.
 //
 //go:noescape
-func gemvQ8AVX512(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+func gemv1Q8AVX512(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
 
-// decodeQ8AVX512 decodes one Q8 row in the column order of gemvQ8AVX512.
+// gemv2Q8AVX512 multiplies quads of four Q8 rows with 2 vectors; blocks of 32 columns.
+//
+//go:noescape
+func gemv2Q8AVX512(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+
+// decodeQ8AVX512 decodes one Q8 row in the column order of gemv1Q8AVX512.
 //
 //go:noescape
 func decodeQ8AVX512(dst *float32, codes *byte, high *byte, scales *byte, blocks int)
 
-// gemvNVFP4AVX512 multiplies quads of four NVFP4 rows with one vector; blocks of 64 columns.
+// gemv1NVFP4AVX512 multiplies quads of four NVFP4 rows with 1 vectors; blocks of 64 columns.
 //
 //go:noescape
-func gemvNVFP4AVX512(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+func gemv1NVFP4AVX512(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
 
-// decodeNVFP4AVX512 decodes one NVFP4 row in the column order of gemvNVFP4AVX512.
+// gemv2NVFP4AVX512 multiplies quads of four NVFP4 rows with 2 vectors; blocks of 64 columns.
+//
+//go:noescape
+func gemv2NVFP4AVX512(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+
+// decodeNVFP4AVX512 decodes one NVFP4 row in the column order of gemv1NVFP4AVX512.
 //
 //go:noescape
 func decodeNVFP4AVX512(dst *float32, codes *byte, high *byte, scales *byte, blocks int)
 
-// gemvQ4AVX512 multiplies quads of four Q4 rows with one vector; blocks of 64 columns.
+// gemv1Q4AVX512 multiplies quads of four Q4 rows with 1 vectors; blocks of 64 columns.
 //
 //go:noescape
-func gemvQ4AVX512(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+func gemv1Q4AVX512(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
 
-// decodeQ4AVX512 decodes one Q4 row in the column order of gemvQ4AVX512.
+// gemv2Q4AVX512 multiplies quads of four Q4 rows with 2 vectors; blocks of 64 columns.
+//
+//go:noescape
+func gemv2Q4AVX512(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+
+// decodeQ4AVX512 decodes one Q4 row in the column order of gemv1Q4AVX512.
 //
 //go:noescape
 func decodeQ4AVX512(dst *float32, codes *byte, high *byte, scales *byte, blocks int)

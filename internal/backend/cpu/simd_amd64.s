@@ -608,30 +608,29 @@ DATA word32<>+28(SB)/2, $0x0020
 DATA word32<>+30(SB)/2, $0x0020
 GLOBL word32<>(SB), RODATA|NOPTR, $32
 
-// func gemvBF16AVX2(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+// func gemv1BF16AVX2(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
 // Requires: AVX, AVX2, FMA3, MMX+
-TEXT ·gemvBF16AVX2(SB), NOSPLIT, $0-104
-	MOVQ codes+16(FP), AX
-	MOVQ codesStride+40(FP), CX
+TEXT ·gemv1BF16AVX2(SB), NOSPLIT, $0-120
+	MOVQ codes+32(FP), AX
+	MOVQ codesStride+56(FP), CX
 	LEAQ (CX)(CX*2), DX
 	MOVQ out+0(FP), BX
-	MOVQ quads+96(FP), SI
 
 quad:
-	LEAQ   (AX)(CX*4), R9
-	MOVQ   x+8(FP), DI
-	MOVQ   blocks+88(FP), R8
+	LEAQ   (AX)(CX*4), R8
+	MOVQ   blocks+104(FP), SI
+	MOVQ   x0+16(FP), DI
 	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
 	VXORPS Y3, Y3, Y3
 
 block:
-	PREFETCHT0   (R9)
-	PREFETCHT0   (R9)(CX*1)
-	PREFETCHT0   (R9)(CX*2)
-	PREFETCHT0   (R9)(DX*1)
-	ADDQ         $0x00000020, R9
+	PREFETCHT0   (R8)
+	PREFETCHT0   (R8)(CX*1)
+	PREFETCHT0   (R8)(CX*2)
+	PREFETCHT0   (R8)(DX*1)
+	ADDQ         $0x00000020, R8
 	VPMOVZXWD    (AX), Y4
 	VPSLLD       $0x10, Y4, Y4
 	VFMADD231PS  (DI), Y4, Y0
@@ -658,7 +657,7 @@ block:
 	VFMADD231PS  32(DI), Y4, Y3
 	ADDQ         $0x00000020, AX
 	ADDQ         $0x00000040, DI
-	DECQ         R8
+	DECQ         SI
 	JNZ          block
 	VHADDPS      Y1, Y0, Y0
 	VHADDPS      Y3, Y2, Y1
@@ -667,8 +666,93 @@ block:
 	VADDPS       X1, X0, X0
 	VMOVUPS      X0, (BX)
 	ADDQ         $0x00000010, BX
-	ADDQ         codesNext+64(FP), AX
+	ADDQ         codesNext+80(FP), AX
+	DECQ         quads+112(FP)
+	JNZ          quad
+	VZEROUPPER
+	RET
+
+// func gemv2BF16AVX2(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+// Requires: AVX, AVX2, FMA3, MMX+
+TEXT ·gemv2BF16AVX2(SB), NOSPLIT, $0-120
+	MOVQ codes+32(FP), AX
+	MOVQ codesStride+56(FP), CX
+	LEAQ (CX)(CX*2), DX
+	MOVQ out+0(FP), BX
+
+quad:
+	LEAQ   (AX)(CX*4), R9
+	MOVQ   blocks+104(FP), SI
+	MOVQ   x0+16(FP), DI
+	VXORPS Y0, Y0, Y0
+	VXORPS Y1, Y1, Y1
+	VXORPS Y2, Y2, Y2
+	VXORPS Y3, Y3, Y3
+	MOVQ   x1+24(FP), R8
+	VXORPS Y4, Y4, Y4
+	VXORPS Y5, Y5, Y5
+	VXORPS Y6, Y6, Y6
+	VXORPS Y7, Y7, Y7
+
+block:
+	PREFETCHT0   (R9)
+	PREFETCHT0   (R9)(CX*1)
+	PREFETCHT0   (R9)(CX*2)
+	PREFETCHT0   (R9)(DX*1)
+	ADDQ         $0x00000020, R9
+	VPMOVZXWD    (AX), Y8
+	VPSLLD       $0x10, Y8, Y8
+	VFMADD231PS  (DI), Y8, Y0
+	VFMADD231PS  (R8), Y8, Y4
+	VPMOVZXWD    16(AX), Y8
+	VPSLLD       $0x10, Y8, Y8
+	VFMADD231PS  32(DI), Y8, Y0
+	VFMADD231PS  32(R8), Y8, Y4
+	VPMOVZXWD    (AX)(CX*1), Y8
+	VPSLLD       $0x10, Y8, Y8
+	VFMADD231PS  (DI), Y8, Y1
+	VFMADD231PS  (R8), Y8, Y5
+	VPMOVZXWD    16(AX)(CX*1), Y8
+	VPSLLD       $0x10, Y8, Y8
+	VFMADD231PS  32(DI), Y8, Y1
+	VFMADD231PS  32(R8), Y8, Y5
+	VPMOVZXWD    (AX)(CX*2), Y8
+	VPSLLD       $0x10, Y8, Y8
+	VFMADD231PS  (DI), Y8, Y2
+	VFMADD231PS  (R8), Y8, Y6
+	VPMOVZXWD    16(AX)(CX*2), Y8
+	VPSLLD       $0x10, Y8, Y8
+	VFMADD231PS  32(DI), Y8, Y2
+	VFMADD231PS  32(R8), Y8, Y6
+	VPMOVZXWD    (AX)(DX*1), Y8
+	VPSLLD       $0x10, Y8, Y8
+	VFMADD231PS  (DI), Y8, Y3
+	VFMADD231PS  (R8), Y8, Y7
+	VPMOVZXWD    16(AX)(DX*1), Y8
+	VPSLLD       $0x10, Y8, Y8
+	VFMADD231PS  32(DI), Y8, Y3
+	VFMADD231PS  32(R8), Y8, Y7
+	ADDQ         $0x00000020, AX
+	ADDQ         $0x00000040, DI
+	ADDQ         $0x00000040, R8
 	DECQ         SI
+	JNZ          block
+	VHADDPS      Y1, Y0, Y0
+	VHADDPS      Y3, Y2, Y1
+	VHADDPS      Y1, Y0, Y0
+	VEXTRACTF128 $0x01, Y0, X1
+	VADDPS       X1, X0, X0
+	VMOVUPS      X0, (BX)
+	VHADDPS      Y5, Y4, Y0
+	VHADDPS      Y7, Y6, Y1
+	VHADDPS      Y1, Y0, Y0
+	VEXTRACTF128 $0x01, Y0, X1
+	VADDPS       X1, X0, X0
+	MOVQ         ldo+8(FP), SI
+	VMOVUPS      X0, (BX)(SI*4)
+	ADDQ         $0x00000010, BX
+	ADDQ         codesNext+80(FP), AX
+	DECQ         quads+112(FP)
 	JNZ          quad
 	VZEROUPPER
 	RET
@@ -694,30 +778,29 @@ block:
 	VZEROUPPER
 	RET
 
-// func gemvFP32AVX2(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+// func gemv1FP32AVX2(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
 // Requires: AVX, FMA3, MMX+
-TEXT ·gemvFP32AVX2(SB), NOSPLIT, $0-104
-	MOVQ codes+16(FP), AX
-	MOVQ codesStride+40(FP), CX
+TEXT ·gemv1FP32AVX2(SB), NOSPLIT, $0-120
+	MOVQ codes+32(FP), AX
+	MOVQ codesStride+56(FP), CX
 	LEAQ (CX)(CX*2), DX
 	MOVQ out+0(FP), BX
-	MOVQ quads+96(FP), SI
 
 quad:
-	LEAQ   (AX)(CX*4), R9
-	MOVQ   x+8(FP), DI
-	MOVQ   blocks+88(FP), R8
+	LEAQ   (AX)(CX*4), R8
+	MOVQ   blocks+104(FP), SI
+	MOVQ   x0+16(FP), DI
 	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
 	VXORPS Y3, Y3, Y3
 
 block:
-	PREFETCHT0   (R9)
-	PREFETCHT0   (R9)(CX*1)
-	PREFETCHT0   (R9)(CX*2)
-	PREFETCHT0   (R9)(DX*1)
-	ADDQ         $0x00000040, R9
+	PREFETCHT0   (R8)
+	PREFETCHT0   (R8)(CX*1)
+	PREFETCHT0   (R8)(CX*2)
+	PREFETCHT0   (R8)(DX*1)
+	ADDQ         $0x00000040, R8
 	VMOVUPS      (AX), Y4
 	VFMADD231PS  (DI), Y4, Y0
 	VMOVUPS      32(AX), Y4
@@ -736,7 +819,7 @@ block:
 	VFMADD231PS  32(DI), Y4, Y3
 	ADDQ         $0x00000040, AX
 	ADDQ         $0x00000040, DI
-	DECQ         R8
+	DECQ         SI
 	JNZ          block
 	VHADDPS      Y1, Y0, Y0
 	VHADDPS      Y3, Y2, Y1
@@ -745,37 +828,113 @@ block:
 	VADDPS       X1, X0, X0
 	VMOVUPS      X0, (BX)
 	ADDQ         $0x00000010, BX
-	ADDQ         codesNext+64(FP), AX
-	DECQ         SI
+	ADDQ         codesNext+80(FP), AX
+	DECQ         quads+112(FP)
 	JNZ          quad
 	VZEROUPPER
 	RET
 
-// func gemvFP8AVX2(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
-// Requires: AVX, AVX2, FMA3, MMX+
-TEXT ·gemvFP8AVX2(SB), NOSPLIT, $0-104
-	MOVQ         codes+16(FP), AX
-	MOVQ         codesStride+40(FP), CX
-	LEAQ         (CX)(CX*2), DX
-	VPBROADCASTD fp8Mask<>+0(SB), Y0
-	MOVQ         out+0(FP), BX
-	MOVQ         quads+96(FP), SI
+// func gemv2FP32AVX2(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+// Requires: AVX, FMA3, MMX+
+TEXT ·gemv2FP32AVX2(SB), NOSPLIT, $0-120
+	MOVQ codes+32(FP), AX
+	MOVQ codesStride+56(FP), CX
+	LEAQ (CX)(CX*2), DX
+	MOVQ out+0(FP), BX
 
 quad:
 	LEAQ   (AX)(CX*4), R9
-	MOVQ   x+8(FP), DI
-	MOVQ   blocks+88(FP), R8
+	MOVQ   blocks+104(FP), SI
+	MOVQ   x0+16(FP), DI
+	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
 	VXORPS Y3, Y3, Y3
+	MOVQ   x1+24(FP), R8
 	VXORPS Y4, Y4, Y4
+	VXORPS Y5, Y5, Y5
+	VXORPS Y6, Y6, Y6
+	VXORPS Y7, Y7, Y7
 
 block:
 	PREFETCHT0   (R9)
 	PREFETCHT0   (R9)(CX*1)
 	PREFETCHT0   (R9)(CX*2)
 	PREFETCHT0   (R9)(DX*1)
-	ADDQ         $0x00000020, R9
+	ADDQ         $0x00000040, R9
+	VMOVUPS      (AX), Y8
+	VFMADD231PS  (DI), Y8, Y0
+	VFMADD231PS  (R8), Y8, Y4
+	VMOVUPS      32(AX), Y8
+	VFMADD231PS  32(DI), Y8, Y0
+	VFMADD231PS  32(R8), Y8, Y4
+	VMOVUPS      (AX)(CX*1), Y8
+	VFMADD231PS  (DI), Y8, Y1
+	VFMADD231PS  (R8), Y8, Y5
+	VMOVUPS      32(AX)(CX*1), Y8
+	VFMADD231PS  32(DI), Y8, Y1
+	VFMADD231PS  32(R8), Y8, Y5
+	VMOVUPS      (AX)(CX*2), Y8
+	VFMADD231PS  (DI), Y8, Y2
+	VFMADD231PS  (R8), Y8, Y6
+	VMOVUPS      32(AX)(CX*2), Y8
+	VFMADD231PS  32(DI), Y8, Y2
+	VFMADD231PS  32(R8), Y8, Y6
+	VMOVUPS      (AX)(DX*1), Y8
+	VFMADD231PS  (DI), Y8, Y3
+	VFMADD231PS  (R8), Y8, Y7
+	VMOVUPS      32(AX)(DX*1), Y8
+	VFMADD231PS  32(DI), Y8, Y3
+	VFMADD231PS  32(R8), Y8, Y7
+	ADDQ         $0x00000040, AX
+	ADDQ         $0x00000040, DI
+	ADDQ         $0x00000040, R8
+	DECQ         SI
+	JNZ          block
+	VHADDPS      Y1, Y0, Y0
+	VHADDPS      Y3, Y2, Y1
+	VHADDPS      Y1, Y0, Y0
+	VEXTRACTF128 $0x01, Y0, X1
+	VADDPS       X1, X0, X0
+	VMOVUPS      X0, (BX)
+	VHADDPS      Y5, Y4, Y0
+	VHADDPS      Y7, Y6, Y1
+	VHADDPS      Y1, Y0, Y0
+	VEXTRACTF128 $0x01, Y0, X1
+	VADDPS       X1, X0, X0
+	MOVQ         ldo+8(FP), SI
+	VMOVUPS      X0, (BX)(SI*4)
+	ADDQ         $0x00000010, BX
+	ADDQ         codesNext+80(FP), AX
+	DECQ         quads+112(FP)
+	JNZ          quad
+	VZEROUPPER
+	RET
+
+// func gemv1FP8AVX2(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+// Requires: AVX, AVX2, FMA3, MMX+
+TEXT ·gemv1FP8AVX2(SB), NOSPLIT, $0-120
+	MOVQ         codes+32(FP), AX
+	MOVQ         codesStride+56(FP), CX
+	LEAQ         (CX)(CX*2), DX
+	VPBROADCASTD fp8Mask<>+0(SB), Y0
+	MOVQ         out+0(FP), BX
+
+quad:
+	LEAQ   (AX)(CX*4), R8
+	MOVQ   blocks+104(FP), SI
+	MOVQ   x0+16(FP), DI
+	VXORPS Y1, Y1, Y1
+	VXORPS Y2, Y2, Y2
+	VXORPS Y3, Y3, Y3
+	VXORPS Y4, Y4, Y4
+
+block:
+	PREFETCHT0   (R8)
+	PREFETCHT0   (R8)(CX*1)
+	PREFETCHT0   (R8)(CX*2)
+	PREFETCHT0   (R8)(DX*1)
+	ADDQ         $0x00000020, R8
 	VMOVUPS      (AX), Y5
 	VPSLLD       $0x18, Y5, Y6
 	VPSRAD       $0x04, Y6, Y6
@@ -842,7 +1001,7 @@ block:
 	VFMADD231PS  96(DI), Y5, Y4
 	ADDQ         $0x00000020, AX
 	ADDQ         $0x00000080, DI
-	DECQ         R8
+	DECQ         SI
 	JNZ          block
 	VHADDPS      Y2, Y1, Y1
 	VHADDPS      Y4, Y3, Y2
@@ -851,8 +1010,142 @@ block:
 	VADDPS       X2, X1, X1
 	VMOVUPS      X1, (BX)
 	ADDQ         $0x00000010, BX
-	ADDQ         codesNext+64(FP), AX
+	ADDQ         codesNext+80(FP), AX
+	DECQ         quads+112(FP)
+	JNZ          quad
+	VZEROUPPER
+	RET
+
+// func gemv2FP8AVX2(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+// Requires: AVX, AVX2, FMA3, MMX+
+TEXT ·gemv2FP8AVX2(SB), NOSPLIT, $0-120
+	MOVQ         codes+32(FP), AX
+	MOVQ         codesStride+56(FP), CX
+	LEAQ         (CX)(CX*2), DX
+	VPBROADCASTD fp8Mask<>+0(SB), Y0
+	MOVQ         out+0(FP), BX
+
+quad:
+	LEAQ   (AX)(CX*4), R9
+	MOVQ   blocks+104(FP), SI
+	MOVQ   x0+16(FP), DI
+	VXORPS Y1, Y1, Y1
+	VXORPS Y2, Y2, Y2
+	VXORPS Y3, Y3, Y3
+	VXORPS Y4, Y4, Y4
+	MOVQ   x1+24(FP), R8
+	VXORPS Y5, Y5, Y5
+	VXORPS Y6, Y6, Y6
+	VXORPS Y7, Y7, Y7
+	VXORPS Y8, Y8, Y8
+
+block:
+	PREFETCHT0   (R9)
+	PREFETCHT0   (R9)(CX*1)
+	PREFETCHT0   (R9)(CX*2)
+	PREFETCHT0   (R9)(DX*1)
+	ADDQ         $0x00000020, R9
+	VMOVUPS      (AX), Y9
+	VPSLLD       $0x18, Y9, Y10
+	VPSRAD       $0x04, Y10, Y10
+	VPAND        Y0, Y10, Y10
+	VFMADD231PS  (DI), Y10, Y1
+	VFMADD231PS  (R8), Y10, Y5
+	VPSLLD       $0x10, Y9, Y10
+	VPSRAD       $0x04, Y10, Y10
+	VPAND        Y0, Y10, Y10
+	VFMADD231PS  32(DI), Y10, Y1
+	VFMADD231PS  32(R8), Y10, Y5
+	VPSLLD       $0x08, Y9, Y10
+	VPSRAD       $0x04, Y10, Y10
+	VPAND        Y0, Y10, Y10
+	VFMADD231PS  64(DI), Y10, Y1
+	VFMADD231PS  64(R8), Y10, Y5
+	VPSRAD       $0x04, Y9, Y9
+	VPAND        Y0, Y9, Y9
+	VFMADD231PS  96(DI), Y9, Y1
+	VFMADD231PS  96(R8), Y9, Y5
+	VMOVUPS      (AX)(CX*1), Y9
+	VPSLLD       $0x18, Y9, Y10
+	VPSRAD       $0x04, Y10, Y10
+	VPAND        Y0, Y10, Y10
+	VFMADD231PS  (DI), Y10, Y2
+	VFMADD231PS  (R8), Y10, Y6
+	VPSLLD       $0x10, Y9, Y10
+	VPSRAD       $0x04, Y10, Y10
+	VPAND        Y0, Y10, Y10
+	VFMADD231PS  32(DI), Y10, Y2
+	VFMADD231PS  32(R8), Y10, Y6
+	VPSLLD       $0x08, Y9, Y10
+	VPSRAD       $0x04, Y10, Y10
+	VPAND        Y0, Y10, Y10
+	VFMADD231PS  64(DI), Y10, Y2
+	VFMADD231PS  64(R8), Y10, Y6
+	VPSRAD       $0x04, Y9, Y9
+	VPAND        Y0, Y9, Y9
+	VFMADD231PS  96(DI), Y9, Y2
+	VFMADD231PS  96(R8), Y9, Y6
+	VMOVUPS      (AX)(CX*2), Y9
+	VPSLLD       $0x18, Y9, Y10
+	VPSRAD       $0x04, Y10, Y10
+	VPAND        Y0, Y10, Y10
+	VFMADD231PS  (DI), Y10, Y3
+	VFMADD231PS  (R8), Y10, Y7
+	VPSLLD       $0x10, Y9, Y10
+	VPSRAD       $0x04, Y10, Y10
+	VPAND        Y0, Y10, Y10
+	VFMADD231PS  32(DI), Y10, Y3
+	VFMADD231PS  32(R8), Y10, Y7
+	VPSLLD       $0x08, Y9, Y10
+	VPSRAD       $0x04, Y10, Y10
+	VPAND        Y0, Y10, Y10
+	VFMADD231PS  64(DI), Y10, Y3
+	VFMADD231PS  64(R8), Y10, Y7
+	VPSRAD       $0x04, Y9, Y9
+	VPAND        Y0, Y9, Y9
+	VFMADD231PS  96(DI), Y9, Y3
+	VFMADD231PS  96(R8), Y9, Y7
+	VMOVUPS      (AX)(DX*1), Y9
+	VPSLLD       $0x18, Y9, Y10
+	VPSRAD       $0x04, Y10, Y10
+	VPAND        Y0, Y10, Y10
+	VFMADD231PS  (DI), Y10, Y4
+	VFMADD231PS  (R8), Y10, Y8
+	VPSLLD       $0x10, Y9, Y10
+	VPSRAD       $0x04, Y10, Y10
+	VPAND        Y0, Y10, Y10
+	VFMADD231PS  32(DI), Y10, Y4
+	VFMADD231PS  32(R8), Y10, Y8
+	VPSLLD       $0x08, Y9, Y10
+	VPSRAD       $0x04, Y10, Y10
+	VPAND        Y0, Y10, Y10
+	VFMADD231PS  64(DI), Y10, Y4
+	VFMADD231PS  64(R8), Y10, Y8
+	VPSRAD       $0x04, Y9, Y9
+	VPAND        Y0, Y9, Y9
+	VFMADD231PS  96(DI), Y9, Y4
+	VFMADD231PS  96(R8), Y9, Y8
+	ADDQ         $0x00000020, AX
+	ADDQ         $0x00000080, DI
+	ADDQ         $0x00000080, R8
 	DECQ         SI
+	JNZ          block
+	VHADDPS      Y2, Y1, Y1
+	VHADDPS      Y4, Y3, Y2
+	VHADDPS      Y2, Y1, Y1
+	VEXTRACTF128 $0x01, Y1, X2
+	VADDPS       X2, X1, X1
+	VMOVUPS      X1, (BX)
+	VHADDPS      Y6, Y5, Y1
+	VHADDPS      Y8, Y7, Y2
+	VHADDPS      Y2, Y1, Y1
+	VEXTRACTF128 $0x01, Y1, X2
+	VADDPS       X2, X1, X1
+	MOVQ         ldo+8(FP), SI
+	VMOVUPS      X1, (BX)(SI*4)
+	ADDQ         $0x00000010, BX
+	ADDQ         codesNext+80(FP), AX
+	DECQ         quads+112(FP)
 	JNZ          quad
 	VZEROUPPER
 	RET
@@ -889,33 +1182,32 @@ block:
 	VZEROUPPER
 	RET
 
-// func gemvQ8AVX2(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+// func gemv1Q8AVX2(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
 // Requires: AVX, AVX2, F16C, FMA3, MMX+
-TEXT ·gemvQ8AVX2(SB), NOSPLIT, $0-104
-	MOVQ codes+16(FP), AX
-	MOVQ codesStride+40(FP), CX
+TEXT ·gemv1Q8AVX2(SB), NOSPLIT, $0-120
+	MOVQ codes+32(FP), AX
+	MOVQ codesStride+56(FP), CX
 	LEAQ (CX)(CX*2), DX
-	MOVQ scales+32(FP), BX
-	MOVQ scalesStride+56(FP), SI
+	MOVQ scales+48(FP), BX
+	MOVQ scalesStride+72(FP), SI
 	LEAQ (SI)(SI*2), DI
 	MOVQ out+0(FP), R8
-	MOVQ quads+96(FP), R9
 
 quad:
-	LEAQ   (AX)(CX*4), R12
-	MOVQ   x+8(FP), R10
-	MOVQ   blocks+88(FP), R11
+	LEAQ   (AX)(CX*4), R11
+	MOVQ   blocks+104(FP), R9
+	MOVQ   x0+16(FP), R10
 	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
 	VXORPS Y3, Y3, Y3
 
 block:
-	PREFETCHT0   (R12)
-	PREFETCHT0   (R12)(CX*1)
-	PREFETCHT0   (R12)(CX*2)
-	PREFETCHT0   (R12)(DX*1)
-	ADDQ         $0x00000020, R12
+	PREFETCHT0   (R11)
+	PREFETCHT0   (R11)(CX*1)
+	PREFETCHT0   (R11)(CX*2)
+	PREFETCHT0   (R11)(DX*1)
+	ADDQ         $0x00000020, R11
 	VPBROADCASTW (BX), X4
 	VCVTPH2PS    X4, Y4
 	VPMOVSXBD    (AX), Y5
@@ -991,7 +1283,7 @@ block:
 	ADDQ         $0x00000020, AX
 	ADDQ         $0x00000002, BX
 	ADDQ         $0x00000080, R10
-	DECQ         R11
+	DECQ         R9
 	JNZ          block
 	VHADDPS      Y1, Y0, Y0
 	VHADDPS      Y3, Y2, Y1
@@ -1000,9 +1292,155 @@ block:
 	VADDPS       X1, X0, X0
 	VMOVUPS      X0, (R8)
 	ADDQ         $0x00000010, R8
-	ADDQ         codesNext+64(FP), AX
-	ADDQ         scalesNext+80(FP), BX
+	ADDQ         codesNext+80(FP), AX
+	ADDQ         scalesNext+96(FP), BX
+	DECQ         quads+112(FP)
+	JNZ          quad
+	VZEROUPPER
+	RET
+
+// func gemv2Q8AVX2(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+// Requires: AVX, AVX2, F16C, FMA3, MMX+
+TEXT ·gemv2Q8AVX2(SB), NOSPLIT, $0-120
+	MOVQ codes+32(FP), AX
+	MOVQ codesStride+56(FP), CX
+	LEAQ (CX)(CX*2), DX
+	MOVQ scales+48(FP), BX
+	MOVQ scalesStride+72(FP), SI
+	LEAQ (SI)(SI*2), DI
+	MOVQ out+0(FP), R8
+
+quad:
+	LEAQ   (AX)(CX*4), R12
+	MOVQ   blocks+104(FP), R9
+	MOVQ   x0+16(FP), R10
+	VXORPS Y0, Y0, Y0
+	VXORPS Y1, Y1, Y1
+	VXORPS Y2, Y2, Y2
+	VXORPS Y3, Y3, Y3
+	MOVQ   x1+24(FP), R11
+	VXORPS Y4, Y4, Y4
+	VXORPS Y5, Y5, Y5
+	VXORPS Y6, Y6, Y6
+	VXORPS Y7, Y7, Y7
+
+block:
+	PREFETCHT0   (R12)
+	PREFETCHT0   (R12)(CX*1)
+	PREFETCHT0   (R12)(CX*2)
+	PREFETCHT0   (R12)(DX*1)
+	ADDQ         $0x00000020, R12
+	VPBROADCASTW (BX), X8
+	VCVTPH2PS    X8, Y8
+	VPMOVSXBD    (AX), Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y8, Y9, Y9
+	VFMADD231PS  (R10), Y9, Y0
+	VFMADD231PS  (R11), Y9, Y4
+	VPMOVSXBD    8(AX), Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y8, Y9, Y9
+	VFMADD231PS  32(R10), Y9, Y0
+	VFMADD231PS  32(R11), Y9, Y4
+	VPMOVSXBD    16(AX), Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y8, Y9, Y9
+	VFMADD231PS  64(R10), Y9, Y0
+	VFMADD231PS  64(R11), Y9, Y4
+	VPMOVSXBD    24(AX), Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y8, Y9, Y9
+	VFMADD231PS  96(R10), Y9, Y0
+	VFMADD231PS  96(R11), Y9, Y4
+	VPBROADCASTW (BX)(SI*1), X8
+	VCVTPH2PS    X8, Y8
+	VPMOVSXBD    (AX)(CX*1), Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y8, Y9, Y9
+	VFMADD231PS  (R10), Y9, Y1
+	VFMADD231PS  (R11), Y9, Y5
+	VPMOVSXBD    8(AX)(CX*1), Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y8, Y9, Y9
+	VFMADD231PS  32(R10), Y9, Y1
+	VFMADD231PS  32(R11), Y9, Y5
+	VPMOVSXBD    16(AX)(CX*1), Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y8, Y9, Y9
+	VFMADD231PS  64(R10), Y9, Y1
+	VFMADD231PS  64(R11), Y9, Y5
+	VPMOVSXBD    24(AX)(CX*1), Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y8, Y9, Y9
+	VFMADD231PS  96(R10), Y9, Y1
+	VFMADD231PS  96(R11), Y9, Y5
+	VPBROADCASTW (BX)(SI*2), X8
+	VCVTPH2PS    X8, Y8
+	VPMOVSXBD    (AX)(CX*2), Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y8, Y9, Y9
+	VFMADD231PS  (R10), Y9, Y2
+	VFMADD231PS  (R11), Y9, Y6
+	VPMOVSXBD    8(AX)(CX*2), Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y8, Y9, Y9
+	VFMADD231PS  32(R10), Y9, Y2
+	VFMADD231PS  32(R11), Y9, Y6
+	VPMOVSXBD    16(AX)(CX*2), Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y8, Y9, Y9
+	VFMADD231PS  64(R10), Y9, Y2
+	VFMADD231PS  64(R11), Y9, Y6
+	VPMOVSXBD    24(AX)(CX*2), Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y8, Y9, Y9
+	VFMADD231PS  96(R10), Y9, Y2
+	VFMADD231PS  96(R11), Y9, Y6
+	VPBROADCASTW (BX)(DI*1), X8
+	VCVTPH2PS    X8, Y8
+	VPMOVSXBD    (AX)(DX*1), Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y8, Y9, Y9
+	VFMADD231PS  (R10), Y9, Y3
+	VFMADD231PS  (R11), Y9, Y7
+	VPMOVSXBD    8(AX)(DX*1), Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y8, Y9, Y9
+	VFMADD231PS  32(R10), Y9, Y3
+	VFMADD231PS  32(R11), Y9, Y7
+	VPMOVSXBD    16(AX)(DX*1), Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y8, Y9, Y9
+	VFMADD231PS  64(R10), Y9, Y3
+	VFMADD231PS  64(R11), Y9, Y7
+	VPMOVSXBD    24(AX)(DX*1), Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y8, Y9, Y9
+	VFMADD231PS  96(R10), Y9, Y3
+	VFMADD231PS  96(R11), Y9, Y7
+	ADDQ         $0x00000020, AX
+	ADDQ         $0x00000002, BX
+	ADDQ         $0x00000080, R10
+	ADDQ         $0x00000080, R11
 	DECQ         R9
+	JNZ          block
+	VHADDPS      Y1, Y0, Y0
+	VHADDPS      Y3, Y2, Y1
+	VHADDPS      Y1, Y0, Y0
+	VEXTRACTF128 $0x01, Y0, X1
+	VADDPS       X1, X0, X0
+	VMOVUPS      X0, (R8)
+	VHADDPS      Y5, Y4, Y0
+	VHADDPS      Y7, Y6, Y1
+	VHADDPS      Y1, Y0, Y0
+	VEXTRACTF128 $0x01, Y0, X1
+	VADDPS       X1, X0, X0
+	MOVQ         ldo+8(FP), R9
+	VMOVUPS      X0, (R8)(R9*4)
+	ADDQ         $0x00000010, R8
+	ADDQ         codesNext+80(FP), AX
+	ADDQ         scalesNext+96(FP), BX
+	DECQ         quads+112(FP)
 	JNZ          quad
 	VZEROUPPER
 	RET
@@ -1042,37 +1480,36 @@ block:
 	VZEROUPPER
 	RET
 
-// func gemvNVFP4AVX2(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+// func gemv1NVFP4AVX2(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
 // Requires: AVX, AVX2, F16C, FMA3, MMX+
-TEXT ·gemvNVFP4AVX2(SB), NOSPLIT, $320-104
-	MOVQ           codes+16(FP), AX
-	MOVQ           codesStride+40(FP), CX
+TEXT ·gemv1NVFP4AVX2(SB), NOSPLIT, $320-120
+	MOVQ           codes+32(FP), AX
+	MOVQ           codesStride+56(FP), CX
 	LEAQ           (CX)(CX*2), DX
-	MOVQ           scales+32(FP), BX
-	MOVQ           scalesStride+56(FP), SI
+	MOVQ           scales+48(FP), BX
+	MOVQ           scalesStride+72(FP), SI
 	LEAQ           (SI)(SI*2), DI
 	VBROADCASTI128 e2m1Hi<>+0(SB), Y0
 	VBROADCASTI128 e2m1Lo<>+0(SB), Y1
 	LEAQ           63(SP), R8
 	ANDQ           $-64, R8
 	MOVQ           out+0(FP), R9
-	MOVQ           quads+96(FP), R10
 
 quad:
-	LEAQ   (AX)(CX*4), R13
-	MOVQ   x+8(FP), R11
-	MOVQ   blocks+88(FP), R12
+	LEAQ   (AX)(CX*4), R12
+	MOVQ   blocks+104(FP), R10
+	MOVQ   x0+16(FP), R11
 	VXORPS Y2, Y2, Y2
 	VXORPS Y3, Y3, Y3
 	VXORPS Y4, Y4, Y4
 	VXORPS Y5, Y5, Y5
 
 block:
-	PREFETCHT0   (R13)
-	PREFETCHT0   (R13)(CX*1)
-	PREFETCHT0   (R13)(CX*2)
-	PREFETCHT0   (R13)(DX*1)
-	ADDQ         $0x00000020, R13
+	PREFETCHT0   (R12)
+	PREFETCHT0   (R12)(CX*1)
+	PREFETCHT0   (R12)(CX*2)
+	PREFETCHT0   (R12)(DX*1)
+	ADDQ         $0x00000020, R12
 	VMOVD        (BX), X6
 	VPSHUFB      scaleSpread0<>+0(SB), X6, X7
 	VPSLLW       $0x07, X7, X7
@@ -1260,7 +1697,7 @@ block:
 	ADDQ         $0x00000020, AX
 	ADDQ         $0x00000200, BX
 	ADDQ         $0x00000100, R11
-	DECQ         R12
+	DECQ         R10
 	JNZ          block
 	VHADDPS      Y3, Y2, Y2
 	VHADDPS      Y5, Y4, Y3
@@ -1269,9 +1706,287 @@ block:
 	VADDPS       X3, X2, X2
 	VMOVUPS      X2, (R9)
 	ADDQ         $0x00000010, R9
-	ADDQ         codesNext+64(FP), AX
-	ADDQ         scalesNext+80(FP), BX
+	ADDQ         codesNext+80(FP), AX
+	ADDQ         scalesNext+96(FP), BX
+	DECQ         quads+112(FP)
+	JNZ          quad
+	VZEROUPPER
+	RET
+
+// func gemv2NVFP4AVX2(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+// Requires: AVX, AVX2, F16C, FMA3, MMX+
+TEXT ·gemv2NVFP4AVX2(SB), NOSPLIT, $320-120
+	MOVQ           codes+32(FP), AX
+	MOVQ           codesStride+56(FP), CX
+	LEAQ           (CX)(CX*2), DX
+	MOVQ           scales+48(FP), BX
+	MOVQ           scalesStride+72(FP), SI
+	LEAQ           (SI)(SI*2), DI
+	VBROADCASTI128 e2m1Hi<>+0(SB), Y0
+	VBROADCASTI128 e2m1Lo<>+0(SB), Y1
+	LEAQ           63(SP), R8
+	ANDQ           $-64, R8
+	MOVQ           out+0(FP), R9
+
+quad:
+	LEAQ   (AX)(CX*4), R13
+	MOVQ   blocks+104(FP), R10
+	MOVQ   x0+16(FP), R11
+	VXORPS Y2, Y2, Y2
+	VXORPS Y3, Y3, Y3
+	VXORPS Y4, Y4, Y4
+	VXORPS Y5, Y5, Y5
+	MOVQ   x1+24(FP), R12
+	VXORPS Y6, Y6, Y6
+	VXORPS Y7, Y7, Y7
+	VXORPS Y8, Y8, Y8
+	VXORPS Y9, Y9, Y9
+
+block:
+	PREFETCHT0   (R13)
+	PREFETCHT0   (R13)(CX*1)
+	PREFETCHT0   (R13)(CX*2)
+	PREFETCHT0   (R13)(DX*1)
+	ADDQ         $0x00000020, R13
+	VMOVD        (BX), X10
+	VPSHUFB      scaleSpread0<>+0(SB), X10, X11
+	VPSLLW       $0x07, X11, X11
+	VCVTPH2PS    X11, Y11
+	VMOVUPS      Y11, (R8)
+	VPSHUFB      scaleSpread1<>+0(SB), X10, X10
+	VPSLLW       $0x07, X10, X10
+	VCVTPH2PS    X10, Y10
+	VMOVUPS      Y10, 32(R8)
+	VMOVD        (BX)(SI*1), X10
+	VPSHUFB      scaleSpread0<>+0(SB), X10, X11
+	VPSLLW       $0x07, X11, X11
+	VCVTPH2PS    X11, Y11
+	VMOVUPS      Y11, 64(R8)
+	VPSHUFB      scaleSpread1<>+0(SB), X10, X10
+	VPSLLW       $0x07, X10, X10
+	VCVTPH2PS    X10, Y10
+	VMOVUPS      Y10, 96(R8)
+	VMOVD        (BX)(SI*2), X10
+	VPSHUFB      scaleSpread0<>+0(SB), X10, X11
+	VPSLLW       $0x07, X11, X11
+	VCVTPH2PS    X11, Y11
+	VMOVUPS      Y11, 128(R8)
+	VPSHUFB      scaleSpread1<>+0(SB), X10, X10
+	VPSLLW       $0x07, X10, X10
+	VCVTPH2PS    X10, Y10
+	VMOVUPS      Y10, 160(R8)
+	VMOVD        (BX)(DI*1), X10
+	VPSHUFB      scaleSpread0<>+0(SB), X10, X11
+	VPSLLW       $0x07, X11, X11
+	VCVTPH2PS    X11, Y11
+	VMOVUPS      Y11, 192(R8)
+	VPSHUFB      scaleSpread1<>+0(SB), X10, X10
+	VPSLLW       $0x07, X10, X10
+	VCVTPH2PS    X10, Y10
+	VMOVUPS      Y10, 224(R8)
+	VMOVUPS      (AX), Y10
+	VPAND        nibbleMask<>+0(SB), Y10, Y10
+	VPSHUFB      Y10, Y0, Y11
+	VPSHUFB      Y10, Y1, Y10
+	VPUNPCKLBW   Y11, Y10, Y13
+	VPSLLD       $0x10, Y13, Y12
+	VPAND        upperMask<>+0(SB), Y13, Y13
+	VMULPS       (R8), Y12, Y12
+	VFMADD231PS  (R11), Y12, Y2
+	VFMADD231PS  (R12), Y12, Y6
+	VMULPS       (R8), Y13, Y13
+	VFMADD231PS  32(R11), Y13, Y2
+	VFMADD231PS  32(R12), Y13, Y6
+	VPUNPCKHBW   Y11, Y10, Y11
+	VPSLLD       $0x10, Y11, Y10
+	VPAND        upperMask<>+0(SB), Y11, Y11
+	VMULPS       32(R8), Y10, Y10
+	VFMADD231PS  64(R11), Y10, Y2
+	VFMADD231PS  64(R12), Y10, Y6
+	VMULPS       32(R8), Y11, Y11
+	VFMADD231PS  96(R11), Y11, Y2
+	VFMADD231PS  96(R12), Y11, Y6
+	VMOVUPS      (AX)(CX*1), Y10
+	VPAND        nibbleMask<>+0(SB), Y10, Y10
+	VPSHUFB      Y10, Y0, Y11
+	VPSHUFB      Y10, Y1, Y10
+	VPUNPCKLBW   Y11, Y10, Y13
+	VPSLLD       $0x10, Y13, Y12
+	VPAND        upperMask<>+0(SB), Y13, Y13
+	VMULPS       64(R8), Y12, Y12
+	VFMADD231PS  (R11), Y12, Y3
+	VFMADD231PS  (R12), Y12, Y7
+	VMULPS       64(R8), Y13, Y13
+	VFMADD231PS  32(R11), Y13, Y3
+	VFMADD231PS  32(R12), Y13, Y7
+	VPUNPCKHBW   Y11, Y10, Y11
+	VPSLLD       $0x10, Y11, Y10
+	VPAND        upperMask<>+0(SB), Y11, Y11
+	VMULPS       96(R8), Y10, Y10
+	VFMADD231PS  64(R11), Y10, Y3
+	VFMADD231PS  64(R12), Y10, Y7
+	VMULPS       96(R8), Y11, Y11
+	VFMADD231PS  96(R11), Y11, Y3
+	VFMADD231PS  96(R12), Y11, Y7
+	VMOVUPS      (AX)(CX*2), Y10
+	VPAND        nibbleMask<>+0(SB), Y10, Y10
+	VPSHUFB      Y10, Y0, Y11
+	VPSHUFB      Y10, Y1, Y10
+	VPUNPCKLBW   Y11, Y10, Y13
+	VPSLLD       $0x10, Y13, Y12
+	VPAND        upperMask<>+0(SB), Y13, Y13
+	VMULPS       128(R8), Y12, Y12
+	VFMADD231PS  (R11), Y12, Y4
+	VFMADD231PS  (R12), Y12, Y8
+	VMULPS       128(R8), Y13, Y13
+	VFMADD231PS  32(R11), Y13, Y4
+	VFMADD231PS  32(R12), Y13, Y8
+	VPUNPCKHBW   Y11, Y10, Y11
+	VPSLLD       $0x10, Y11, Y10
+	VPAND        upperMask<>+0(SB), Y11, Y11
+	VMULPS       160(R8), Y10, Y10
+	VFMADD231PS  64(R11), Y10, Y4
+	VFMADD231PS  64(R12), Y10, Y8
+	VMULPS       160(R8), Y11, Y11
+	VFMADD231PS  96(R11), Y11, Y4
+	VFMADD231PS  96(R12), Y11, Y8
+	VMOVUPS      (AX)(DX*1), Y10
+	VPAND        nibbleMask<>+0(SB), Y10, Y10
+	VPSHUFB      Y10, Y0, Y11
+	VPSHUFB      Y10, Y1, Y10
+	VPUNPCKLBW   Y11, Y10, Y13
+	VPSLLD       $0x10, Y13, Y12
+	VPAND        upperMask<>+0(SB), Y13, Y13
+	VMULPS       192(R8), Y12, Y12
+	VFMADD231PS  (R11), Y12, Y5
+	VFMADD231PS  (R12), Y12, Y9
+	VMULPS       192(R8), Y13, Y13
+	VFMADD231PS  32(R11), Y13, Y5
+	VFMADD231PS  32(R12), Y13, Y9
+	VPUNPCKHBW   Y11, Y10, Y11
+	VPSLLD       $0x10, Y11, Y10
+	VPAND        upperMask<>+0(SB), Y11, Y11
+	VMULPS       224(R8), Y10, Y10
+	VFMADD231PS  64(R11), Y10, Y5
+	VFMADD231PS  64(R12), Y10, Y9
+	VMULPS       224(R8), Y11, Y11
+	VFMADD231PS  96(R11), Y11, Y5
+	VFMADD231PS  96(R12), Y11, Y9
+	VMOVUPS      (AX), Y10
+	VPSRLW       $0x04, Y10, Y10
+	VPAND        nibbleMask<>+0(SB), Y10, Y10
+	VPSHUFB      Y10, Y0, Y11
+	VPSHUFB      Y10, Y1, Y10
+	VPUNPCKLBW   Y11, Y10, Y13
+	VPSLLD       $0x10, Y13, Y12
+	VPAND        upperMask<>+0(SB), Y13, Y13
+	VMULPS       (R8), Y12, Y12
+	VFMADD231PS  128(R11), Y12, Y2
+	VFMADD231PS  128(R12), Y12, Y6
+	VMULPS       (R8), Y13, Y13
+	VFMADD231PS  160(R11), Y13, Y2
+	VFMADD231PS  160(R12), Y13, Y6
+	VPUNPCKHBW   Y11, Y10, Y11
+	VPSLLD       $0x10, Y11, Y10
+	VPAND        upperMask<>+0(SB), Y11, Y11
+	VMULPS       32(R8), Y10, Y10
+	VFMADD231PS  192(R11), Y10, Y2
+	VFMADD231PS  192(R12), Y10, Y6
+	VMULPS       32(R8), Y11, Y11
+	VFMADD231PS  224(R11), Y11, Y2
+	VFMADD231PS  224(R12), Y11, Y6
+	VMOVUPS      (AX)(CX*1), Y10
+	VPSRLW       $0x04, Y10, Y10
+	VPAND        nibbleMask<>+0(SB), Y10, Y10
+	VPSHUFB      Y10, Y0, Y11
+	VPSHUFB      Y10, Y1, Y10
+	VPUNPCKLBW   Y11, Y10, Y13
+	VPSLLD       $0x10, Y13, Y12
+	VPAND        upperMask<>+0(SB), Y13, Y13
+	VMULPS       64(R8), Y12, Y12
+	VFMADD231PS  128(R11), Y12, Y3
+	VFMADD231PS  128(R12), Y12, Y7
+	VMULPS       64(R8), Y13, Y13
+	VFMADD231PS  160(R11), Y13, Y3
+	VFMADD231PS  160(R12), Y13, Y7
+	VPUNPCKHBW   Y11, Y10, Y11
+	VPSLLD       $0x10, Y11, Y10
+	VPAND        upperMask<>+0(SB), Y11, Y11
+	VMULPS       96(R8), Y10, Y10
+	VFMADD231PS  192(R11), Y10, Y3
+	VFMADD231PS  192(R12), Y10, Y7
+	VMULPS       96(R8), Y11, Y11
+	VFMADD231PS  224(R11), Y11, Y3
+	VFMADD231PS  224(R12), Y11, Y7
+	VMOVUPS      (AX)(CX*2), Y10
+	VPSRLW       $0x04, Y10, Y10
+	VPAND        nibbleMask<>+0(SB), Y10, Y10
+	VPSHUFB      Y10, Y0, Y11
+	VPSHUFB      Y10, Y1, Y10
+	VPUNPCKLBW   Y11, Y10, Y13
+	VPSLLD       $0x10, Y13, Y12
+	VPAND        upperMask<>+0(SB), Y13, Y13
+	VMULPS       128(R8), Y12, Y12
+	VFMADD231PS  128(R11), Y12, Y4
+	VFMADD231PS  128(R12), Y12, Y8
+	VMULPS       128(R8), Y13, Y13
+	VFMADD231PS  160(R11), Y13, Y4
+	VFMADD231PS  160(R12), Y13, Y8
+	VPUNPCKHBW   Y11, Y10, Y11
+	VPSLLD       $0x10, Y11, Y10
+	VPAND        upperMask<>+0(SB), Y11, Y11
+	VMULPS       160(R8), Y10, Y10
+	VFMADD231PS  192(R11), Y10, Y4
+	VFMADD231PS  192(R12), Y10, Y8
+	VMULPS       160(R8), Y11, Y11
+	VFMADD231PS  224(R11), Y11, Y4
+	VFMADD231PS  224(R12), Y11, Y8
+	VMOVUPS      (AX)(DX*1), Y10
+	VPSRLW       $0x04, Y10, Y10
+	VPAND        nibbleMask<>+0(SB), Y10, Y10
+	VPSHUFB      Y10, Y0, Y11
+	VPSHUFB      Y10, Y1, Y10
+	VPUNPCKLBW   Y11, Y10, Y13
+	VPSLLD       $0x10, Y13, Y12
+	VPAND        upperMask<>+0(SB), Y13, Y13
+	VMULPS       192(R8), Y12, Y12
+	VFMADD231PS  128(R11), Y12, Y5
+	VFMADD231PS  128(R12), Y12, Y9
+	VMULPS       192(R8), Y13, Y13
+	VFMADD231PS  160(R11), Y13, Y5
+	VFMADD231PS  160(R12), Y13, Y9
+	VPUNPCKHBW   Y11, Y10, Y11
+	VPSLLD       $0x10, Y11, Y10
+	VPAND        upperMask<>+0(SB), Y11, Y11
+	VMULPS       224(R8), Y10, Y10
+	VFMADD231PS  192(R11), Y10, Y5
+	VFMADD231PS  192(R12), Y10, Y9
+	VMULPS       224(R8), Y11, Y11
+	VFMADD231PS  224(R11), Y11, Y5
+	VFMADD231PS  224(R12), Y11, Y9
+	ADDQ         $0x00000020, AX
+	ADDQ         $0x00000200, BX
+	ADDQ         $0x00000100, R11
+	ADDQ         $0x00000100, R12
 	DECQ         R10
+	JNZ          block
+	VHADDPS      Y3, Y2, Y2
+	VHADDPS      Y5, Y4, Y3
+	VHADDPS      Y3, Y2, Y2
+	VEXTRACTF128 $0x01, Y2, X3
+	VADDPS       X3, X2, X2
+	VMOVUPS      X2, (R9)
+	VHADDPS      Y7, Y6, Y2
+	VHADDPS      Y9, Y8, Y3
+	VHADDPS      Y3, Y2, Y2
+	VEXTRACTF128 $0x01, Y2, X3
+	VADDPS       X3, X2, X2
+	MOVQ         ldo+8(FP), R10
+	VMOVUPS      X2, (R9)(R10*4)
+	ADDQ         $0x00000010, R9
+	ADDQ         codesNext+80(FP), AX
+	ADDQ         scalesNext+96(FP), BX
+	DECQ         quads+112(FP)
 	JNZ          quad
 	VZEROUPPER
 	RET
@@ -1343,37 +2058,36 @@ block:
 	VZEROUPPER
 	RET
 
-// func gemvQ4AVX2(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+// func gemv1Q4AVX2(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
 // Requires: AVX, AVX2, F16C, FMA3, MMX+
-TEXT ·gemvQ4AVX2(SB), NOSPLIT, $320-104
-	MOVQ           codes+16(FP), AX
-	MOVQ           codesStride+40(FP), CX
+TEXT ·gemv1Q4AVX2(SB), NOSPLIT, $320-120
+	MOVQ           codes+32(FP), AX
+	MOVQ           codesStride+56(FP), CX
 	LEAQ           (CX)(CX*2), DX
-	MOVQ           scales+32(FP), BX
-	MOVQ           scalesStride+56(FP), SI
+	MOVQ           scales+48(FP), BX
+	MOVQ           scalesStride+72(FP), SI
 	LEAQ           (SI)(SI*2), DI
 	VBROADCASTI128 signed4Hi<>+0(SB), Y0
 	VBROADCASTI128 signed4Lo<>+0(SB), Y1
 	LEAQ           63(SP), R8
 	ANDQ           $-64, R8
 	MOVQ           out+0(FP), R9
-	MOVQ           quads+96(FP), R10
 
 quad:
-	LEAQ   (AX)(CX*4), R13
-	MOVQ   x+8(FP), R11
-	MOVQ   blocks+88(FP), R12
+	LEAQ   (AX)(CX*4), R12
+	MOVQ   blocks+104(FP), R10
+	MOVQ   x0+16(FP), R11
 	VXORPS Y2, Y2, Y2
 	VXORPS Y3, Y3, Y3
 	VXORPS Y4, Y4, Y4
 	VXORPS Y5, Y5, Y5
 
 block:
-	PREFETCHT0   (R13)
-	PREFETCHT0   (R13)(CX*1)
-	PREFETCHT0   (R13)(CX*2)
-	PREFETCHT0   (R13)(DX*1)
-	ADDQ         $0x00000020, R13
+	PREFETCHT0   (R12)
+	PREFETCHT0   (R12)(CX*1)
+	PREFETCHT0   (R12)(CX*2)
+	PREFETCHT0   (R12)(DX*1)
+	ADDQ         $0x00000020, R12
 	VPBROADCASTW (BX), X6
 	VCVTPH2PS    X6, Y6
 	VMOVUPS      Y6, (R8)
@@ -1537,7 +2251,7 @@ block:
 	ADDQ         $0x00000020, AX
 	ADDQ         $0x00000002, BX
 	ADDQ         $0x00000100, R11
-	DECQ         R12
+	DECQ         R10
 	JNZ          block
 	VHADDPS      Y3, Y2, Y2
 	VHADDPS      Y5, Y4, Y3
@@ -1546,9 +2260,263 @@ block:
 	VADDPS       X3, X2, X2
 	VMOVUPS      X2, (R9)
 	ADDQ         $0x00000010, R9
-	ADDQ         codesNext+64(FP), AX
-	ADDQ         scalesNext+80(FP), BX
+	ADDQ         codesNext+80(FP), AX
+	ADDQ         scalesNext+96(FP), BX
+	DECQ         quads+112(FP)
+	JNZ          quad
+	VZEROUPPER
+	RET
+
+// func gemv2Q4AVX2(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+// Requires: AVX, AVX2, F16C, FMA3, MMX+
+TEXT ·gemv2Q4AVX2(SB), NOSPLIT, $320-120
+	MOVQ           codes+32(FP), AX
+	MOVQ           codesStride+56(FP), CX
+	LEAQ           (CX)(CX*2), DX
+	MOVQ           scales+48(FP), BX
+	MOVQ           scalesStride+72(FP), SI
+	LEAQ           (SI)(SI*2), DI
+	VBROADCASTI128 signed4Hi<>+0(SB), Y0
+	VBROADCASTI128 signed4Lo<>+0(SB), Y1
+	LEAQ           63(SP), R8
+	ANDQ           $-64, R8
+	MOVQ           out+0(FP), R9
+
+quad:
+	LEAQ   (AX)(CX*4), R13
+	MOVQ   blocks+104(FP), R10
+	MOVQ   x0+16(FP), R11
+	VXORPS Y2, Y2, Y2
+	VXORPS Y3, Y3, Y3
+	VXORPS Y4, Y4, Y4
+	VXORPS Y5, Y5, Y5
+	MOVQ   x1+24(FP), R12
+	VXORPS Y6, Y6, Y6
+	VXORPS Y7, Y7, Y7
+	VXORPS Y8, Y8, Y8
+	VXORPS Y9, Y9, Y9
+
+block:
+	PREFETCHT0   (R13)
+	PREFETCHT0   (R13)(CX*1)
+	PREFETCHT0   (R13)(CX*2)
+	PREFETCHT0   (R13)(DX*1)
+	ADDQ         $0x00000020, R13
+	VPBROADCASTW (BX), X10
+	VCVTPH2PS    X10, Y10
+	VMOVUPS      Y10, (R8)
+	VPBROADCASTW (BX)(SI*1), X10
+	VCVTPH2PS    X10, Y10
+	VMOVUPS      Y10, 64(R8)
+	VPBROADCASTW (BX)(SI*2), X10
+	VCVTPH2PS    X10, Y10
+	VMOVUPS      Y10, 128(R8)
+	VPBROADCASTW (BX)(DI*1), X10
+	VCVTPH2PS    X10, Y10
+	VMOVUPS      Y10, 192(R8)
+	VMOVUPS      (AX), Y10
+	VPAND        nibbleMask<>+0(SB), Y10, Y10
+	VPSHUFB      Y10, Y0, Y11
+	VPSHUFB      Y10, Y1, Y10
+	VPUNPCKLBW   Y11, Y10, Y13
+	VPSLLD       $0x10, Y13, Y12
+	VPAND        upperMask<>+0(SB), Y13, Y13
+	VMULPS       (R8), Y12, Y12
+	VFMADD231PS  (R11), Y12, Y2
+	VFMADD231PS  (R12), Y12, Y6
+	VMULPS       (R8), Y13, Y13
+	VFMADD231PS  32(R11), Y13, Y2
+	VFMADD231PS  32(R12), Y13, Y6
+	VPUNPCKHBW   Y11, Y10, Y11
+	VPSLLD       $0x10, Y11, Y10
+	VPAND        upperMask<>+0(SB), Y11, Y11
+	VMULPS       (R8), Y10, Y10
+	VFMADD231PS  64(R11), Y10, Y2
+	VFMADD231PS  64(R12), Y10, Y6
+	VMULPS       (R8), Y11, Y11
+	VFMADD231PS  96(R11), Y11, Y2
+	VFMADD231PS  96(R12), Y11, Y6
+	VMOVUPS      (AX)(CX*1), Y10
+	VPAND        nibbleMask<>+0(SB), Y10, Y10
+	VPSHUFB      Y10, Y0, Y11
+	VPSHUFB      Y10, Y1, Y10
+	VPUNPCKLBW   Y11, Y10, Y13
+	VPSLLD       $0x10, Y13, Y12
+	VPAND        upperMask<>+0(SB), Y13, Y13
+	VMULPS       64(R8), Y12, Y12
+	VFMADD231PS  (R11), Y12, Y3
+	VFMADD231PS  (R12), Y12, Y7
+	VMULPS       64(R8), Y13, Y13
+	VFMADD231PS  32(R11), Y13, Y3
+	VFMADD231PS  32(R12), Y13, Y7
+	VPUNPCKHBW   Y11, Y10, Y11
+	VPSLLD       $0x10, Y11, Y10
+	VPAND        upperMask<>+0(SB), Y11, Y11
+	VMULPS       64(R8), Y10, Y10
+	VFMADD231PS  64(R11), Y10, Y3
+	VFMADD231PS  64(R12), Y10, Y7
+	VMULPS       64(R8), Y11, Y11
+	VFMADD231PS  96(R11), Y11, Y3
+	VFMADD231PS  96(R12), Y11, Y7
+	VMOVUPS      (AX)(CX*2), Y10
+	VPAND        nibbleMask<>+0(SB), Y10, Y10
+	VPSHUFB      Y10, Y0, Y11
+	VPSHUFB      Y10, Y1, Y10
+	VPUNPCKLBW   Y11, Y10, Y13
+	VPSLLD       $0x10, Y13, Y12
+	VPAND        upperMask<>+0(SB), Y13, Y13
+	VMULPS       128(R8), Y12, Y12
+	VFMADD231PS  (R11), Y12, Y4
+	VFMADD231PS  (R12), Y12, Y8
+	VMULPS       128(R8), Y13, Y13
+	VFMADD231PS  32(R11), Y13, Y4
+	VFMADD231PS  32(R12), Y13, Y8
+	VPUNPCKHBW   Y11, Y10, Y11
+	VPSLLD       $0x10, Y11, Y10
+	VPAND        upperMask<>+0(SB), Y11, Y11
+	VMULPS       128(R8), Y10, Y10
+	VFMADD231PS  64(R11), Y10, Y4
+	VFMADD231PS  64(R12), Y10, Y8
+	VMULPS       128(R8), Y11, Y11
+	VFMADD231PS  96(R11), Y11, Y4
+	VFMADD231PS  96(R12), Y11, Y8
+	VMOVUPS      (AX)(DX*1), Y10
+	VPAND        nibbleMask<>+0(SB), Y10, Y10
+	VPSHUFB      Y10, Y0, Y11
+	VPSHUFB      Y10, Y1, Y10
+	VPUNPCKLBW   Y11, Y10, Y13
+	VPSLLD       $0x10, Y13, Y12
+	VPAND        upperMask<>+0(SB), Y13, Y13
+	VMULPS       192(R8), Y12, Y12
+	VFMADD231PS  (R11), Y12, Y5
+	VFMADD231PS  (R12), Y12, Y9
+	VMULPS       192(R8), Y13, Y13
+	VFMADD231PS  32(R11), Y13, Y5
+	VFMADD231PS  32(R12), Y13, Y9
+	VPUNPCKHBW   Y11, Y10, Y11
+	VPSLLD       $0x10, Y11, Y10
+	VPAND        upperMask<>+0(SB), Y11, Y11
+	VMULPS       192(R8), Y10, Y10
+	VFMADD231PS  64(R11), Y10, Y5
+	VFMADD231PS  64(R12), Y10, Y9
+	VMULPS       192(R8), Y11, Y11
+	VFMADD231PS  96(R11), Y11, Y5
+	VFMADD231PS  96(R12), Y11, Y9
+	VMOVUPS      (AX), Y10
+	VPSRLW       $0x04, Y10, Y10
+	VPAND        nibbleMask<>+0(SB), Y10, Y10
+	VPSHUFB      Y10, Y0, Y11
+	VPSHUFB      Y10, Y1, Y10
+	VPUNPCKLBW   Y11, Y10, Y13
+	VPSLLD       $0x10, Y13, Y12
+	VPAND        upperMask<>+0(SB), Y13, Y13
+	VMULPS       (R8), Y12, Y12
+	VFMADD231PS  128(R11), Y12, Y2
+	VFMADD231PS  128(R12), Y12, Y6
+	VMULPS       (R8), Y13, Y13
+	VFMADD231PS  160(R11), Y13, Y2
+	VFMADD231PS  160(R12), Y13, Y6
+	VPUNPCKHBW   Y11, Y10, Y11
+	VPSLLD       $0x10, Y11, Y10
+	VPAND        upperMask<>+0(SB), Y11, Y11
+	VMULPS       (R8), Y10, Y10
+	VFMADD231PS  192(R11), Y10, Y2
+	VFMADD231PS  192(R12), Y10, Y6
+	VMULPS       (R8), Y11, Y11
+	VFMADD231PS  224(R11), Y11, Y2
+	VFMADD231PS  224(R12), Y11, Y6
+	VMOVUPS      (AX)(CX*1), Y10
+	VPSRLW       $0x04, Y10, Y10
+	VPAND        nibbleMask<>+0(SB), Y10, Y10
+	VPSHUFB      Y10, Y0, Y11
+	VPSHUFB      Y10, Y1, Y10
+	VPUNPCKLBW   Y11, Y10, Y13
+	VPSLLD       $0x10, Y13, Y12
+	VPAND        upperMask<>+0(SB), Y13, Y13
+	VMULPS       64(R8), Y12, Y12
+	VFMADD231PS  128(R11), Y12, Y3
+	VFMADD231PS  128(R12), Y12, Y7
+	VMULPS       64(R8), Y13, Y13
+	VFMADD231PS  160(R11), Y13, Y3
+	VFMADD231PS  160(R12), Y13, Y7
+	VPUNPCKHBW   Y11, Y10, Y11
+	VPSLLD       $0x10, Y11, Y10
+	VPAND        upperMask<>+0(SB), Y11, Y11
+	VMULPS       64(R8), Y10, Y10
+	VFMADD231PS  192(R11), Y10, Y3
+	VFMADD231PS  192(R12), Y10, Y7
+	VMULPS       64(R8), Y11, Y11
+	VFMADD231PS  224(R11), Y11, Y3
+	VFMADD231PS  224(R12), Y11, Y7
+	VMOVUPS      (AX)(CX*2), Y10
+	VPSRLW       $0x04, Y10, Y10
+	VPAND        nibbleMask<>+0(SB), Y10, Y10
+	VPSHUFB      Y10, Y0, Y11
+	VPSHUFB      Y10, Y1, Y10
+	VPUNPCKLBW   Y11, Y10, Y13
+	VPSLLD       $0x10, Y13, Y12
+	VPAND        upperMask<>+0(SB), Y13, Y13
+	VMULPS       128(R8), Y12, Y12
+	VFMADD231PS  128(R11), Y12, Y4
+	VFMADD231PS  128(R12), Y12, Y8
+	VMULPS       128(R8), Y13, Y13
+	VFMADD231PS  160(R11), Y13, Y4
+	VFMADD231PS  160(R12), Y13, Y8
+	VPUNPCKHBW   Y11, Y10, Y11
+	VPSLLD       $0x10, Y11, Y10
+	VPAND        upperMask<>+0(SB), Y11, Y11
+	VMULPS       128(R8), Y10, Y10
+	VFMADD231PS  192(R11), Y10, Y4
+	VFMADD231PS  192(R12), Y10, Y8
+	VMULPS       128(R8), Y11, Y11
+	VFMADD231PS  224(R11), Y11, Y4
+	VFMADD231PS  224(R12), Y11, Y8
+	VMOVUPS      (AX)(DX*1), Y10
+	VPSRLW       $0x04, Y10, Y10
+	VPAND        nibbleMask<>+0(SB), Y10, Y10
+	VPSHUFB      Y10, Y0, Y11
+	VPSHUFB      Y10, Y1, Y10
+	VPUNPCKLBW   Y11, Y10, Y13
+	VPSLLD       $0x10, Y13, Y12
+	VPAND        upperMask<>+0(SB), Y13, Y13
+	VMULPS       192(R8), Y12, Y12
+	VFMADD231PS  128(R11), Y12, Y5
+	VFMADD231PS  128(R12), Y12, Y9
+	VMULPS       192(R8), Y13, Y13
+	VFMADD231PS  160(R11), Y13, Y5
+	VFMADD231PS  160(R12), Y13, Y9
+	VPUNPCKHBW   Y11, Y10, Y11
+	VPSLLD       $0x10, Y11, Y10
+	VPAND        upperMask<>+0(SB), Y11, Y11
+	VMULPS       192(R8), Y10, Y10
+	VFMADD231PS  192(R11), Y10, Y5
+	VFMADD231PS  192(R12), Y10, Y9
+	VMULPS       192(R8), Y11, Y11
+	VFMADD231PS  224(R11), Y11, Y5
+	VFMADD231PS  224(R12), Y11, Y9
+	ADDQ         $0x00000020, AX
+	ADDQ         $0x00000002, BX
+	ADDQ         $0x00000100, R11
+	ADDQ         $0x00000100, R12
 	DECQ         R10
+	JNZ          block
+	VHADDPS      Y3, Y2, Y2
+	VHADDPS      Y5, Y4, Y3
+	VHADDPS      Y3, Y2, Y2
+	VEXTRACTF128 $0x01, Y2, X3
+	VADDPS       X3, X2, X2
+	VMOVUPS      X2, (R9)
+	VHADDPS      Y7, Y6, Y2
+	VHADDPS      Y9, Y8, Y3
+	VHADDPS      Y3, Y2, Y2
+	VEXTRACTF128 $0x01, Y2, X3
+	VADDPS       X3, X2, X2
+	MOVQ         ldo+8(FP), R10
+	VMOVUPS      X2, (R9)(R10*4)
+	ADDQ         $0x00000010, R9
+	ADDQ         codesNext+80(FP), AX
+	ADDQ         scalesNext+96(FP), BX
+	DECQ         quads+112(FP)
 	JNZ          quad
 	VZEROUPPER
 	RET
@@ -1614,24 +2582,23 @@ block:
 	VZEROUPPER
 	RET
 
-// func gemvQ5AVX2(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+// func gemv1Q5AVX2(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
 // Requires: AVX, AVX2, F16C, FMA3
-TEXT ·gemvQ5AVX2(SB), NOSPLIT, $0-104
-	MOVQ codes+16(FP), AX
-	MOVQ codesStride+40(FP), CX
+TEXT ·gemv1Q5AVX2(SB), NOSPLIT, $0-120
+	MOVQ codes+32(FP), AX
+	MOVQ codesStride+56(FP), CX
 	LEAQ (CX)(CX*2), DX
-	MOVQ high+24(FP), BX
-	MOVQ highStride+48(FP), SI
+	MOVQ high+40(FP), BX
+	MOVQ highStride+64(FP), SI
 	LEAQ (SI)(SI*2), DI
-	MOVQ scales+32(FP), R8
-	MOVQ scalesStride+56(FP), R9
+	MOVQ scales+48(FP), R8
+	MOVQ scalesStride+72(FP), R9
 	LEAQ (R9)(R9*2), R10
 	MOVQ out+0(FP), R11
-	MOVQ quads+96(FP), R12
 
 quad:
-	MOVQ   x+8(FP), R13
-	MOVQ   blocks+88(FP), R14
+	MOVQ   blocks+104(FP), R12
+	MOVQ   x0+16(FP), R13
 	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
@@ -1898,7 +2865,7 @@ block:
 	ADDQ         $0x00000008, BX
 	ADDQ         $0x00000002, R8
 	ADDQ         $0x00000100, R13
-	DECQ         R14
+	DECQ         R12
 	JNZ          block
 	VHADDPS      Y1, Y0, Y0
 	VHADDPS      Y3, Y2, Y1
@@ -1907,10 +2874,10 @@ block:
 	VADDPS       X1, X0, X0
 	VMOVUPS      X0, (R11)
 	ADDQ         $0x00000010, R11
-	ADDQ         codesNext+64(FP), AX
-	ADDQ         highNext+72(FP), BX
-	ADDQ         scalesNext+80(FP), R8
-	DECQ         R12
+	ADDQ         codesNext+80(FP), AX
+	ADDQ         highNext+88(FP), BX
+	ADDQ         scalesNext+96(FP), R8
+	DECQ         quads+112(FP)
 	JNZ          quad
 	VZEROUPPER
 	RET
@@ -1998,24 +2965,23 @@ block:
 	VZEROUPPER
 	RET
 
-// func gemvQ6AVX2(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+// func gemv1Q6AVX2(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
 // Requires: AVX, AVX2, F16C, FMA3
-TEXT ·gemvQ6AVX2(SB), NOSPLIT, $0-104
-	MOVQ codes+16(FP), AX
-	MOVQ codesStride+40(FP), CX
+TEXT ·gemv1Q6AVX2(SB), NOSPLIT, $0-120
+	MOVQ codes+32(FP), AX
+	MOVQ codesStride+56(FP), CX
 	LEAQ (CX)(CX*2), DX
-	MOVQ high+24(FP), BX
-	MOVQ highStride+48(FP), SI
+	MOVQ high+40(FP), BX
+	MOVQ highStride+64(FP), SI
 	LEAQ (SI)(SI*2), DI
-	MOVQ scales+32(FP), R8
-	MOVQ scalesStride+56(FP), R9
+	MOVQ scales+48(FP), R8
+	MOVQ scalesStride+72(FP), R9
 	LEAQ (R9)(R9*2), R10
 	MOVQ out+0(FP), R11
-	MOVQ quads+96(FP), R12
 
 quad:
-	MOVQ   x+8(FP), R13
-	MOVQ   blocks+88(FP), R14
+	MOVQ   blocks+104(FP), R12
+	MOVQ   x0+16(FP), R13
 	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
@@ -2298,7 +3264,7 @@ block:
 	ADDQ         $0x00000010, BX
 	ADDQ         $0x00000002, R8
 	ADDQ         $0x00000100, R13
-	DECQ         R14
+	DECQ         R12
 	JNZ          block
 	VHADDPS      Y1, Y0, Y0
 	VHADDPS      Y3, Y2, Y1
@@ -2307,10 +3273,10 @@ block:
 	VADDPS       X1, X0, X0
 	VMOVUPS      X0, (R11)
 	ADDQ         $0x00000010, R11
-	ADDQ         codesNext+64(FP), AX
-	ADDQ         highNext+72(FP), BX
-	ADDQ         scalesNext+80(FP), R8
-	DECQ         R12
+	ADDQ         codesNext+80(FP), AX
+	ADDQ         highNext+88(FP), BX
+	ADDQ         scalesNext+96(FP), R8
+	DECQ         quads+112(FP)
 	JNZ          quad
 	VZEROUPPER
 	RET
@@ -2642,30 +3608,29 @@ step:
 	VZEROUPPER
 	RET
 
-// func gemvBF16AVX512(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+// func gemv1BF16AVX512(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
 // Requires: AVX, AVX512F, MMX+
-TEXT ·gemvBF16AVX512(SB), NOSPLIT, $0-104
-	MOVQ codes+16(FP), AX
-	MOVQ codesStride+40(FP), CX
+TEXT ·gemv1BF16AVX512(SB), NOSPLIT, $0-120
+	MOVQ codes+32(FP), AX
+	MOVQ codesStride+56(FP), CX
 	LEAQ (CX)(CX*2), DX
 	MOVQ out+0(FP), BX
-	MOVQ quads+96(FP), SI
 
 quad:
-	LEAQ   (AX)(CX*4), R9
-	MOVQ   x+8(FP), DI
-	MOVQ   blocks+88(FP), R8
+	LEAQ   (AX)(CX*4), R8
+	MOVQ   blocks+104(FP), SI
+	MOVQ   x0+16(FP), DI
 	VPXORD Z0, Z0, Z0
 	VPXORD Z1, Z1, Z1
 	VPXORD Z2, Z2, Z2
 	VPXORD Z3, Z3, Z3
 
 block:
-	PREFETCHT0    (R9)
-	PREFETCHT0    (R9)(CX*1)
-	PREFETCHT0    (R9)(CX*2)
-	PREFETCHT0    (R9)(DX*1)
-	ADDQ          $0x00000020, R9
+	PREFETCHT0    (R8)
+	PREFETCHT0    (R8)(CX*1)
+	PREFETCHT0    (R8)(CX*2)
+	PREFETCHT0    (R8)(DX*1)
+	ADDQ          $0x00000020, R8
 	VPMOVZXWD     (AX), Z4
 	VPSLLD        $0x10, Z4, Z4
 	VFMADD231PS   (DI), Z4, Z0
@@ -2680,7 +3645,7 @@ block:
 	VFMADD231PS   (DI), Z4, Z3
 	ADDQ          $0x00000020, AX
 	ADDQ          $0x00000040, DI
-	DECQ          R8
+	DECQ          SI
 	JNZ           block
 	VEXTRACTF64X4 $0x01, Z0, Y4
 	VADDPS        Y4, Y0, Y4
@@ -2697,8 +3662,93 @@ block:
 	VADDPS        X5, X4, X4
 	VMOVUPS       X4, (BX)
 	ADDQ          $0x00000010, BX
-	ADDQ          codesNext+64(FP), AX
+	ADDQ          codesNext+80(FP), AX
+	DECQ          quads+112(FP)
+	JNZ           quad
+	VZEROUPPER
+	RET
+
+// func gemv2BF16AVX512(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+// Requires: AVX, AVX512F, MMX+
+TEXT ·gemv2BF16AVX512(SB), NOSPLIT, $0-120
+	MOVQ codes+32(FP), AX
+	MOVQ codesStride+56(FP), CX
+	LEAQ (CX)(CX*2), DX
+	MOVQ out+0(FP), BX
+
+quad:
+	LEAQ   (AX)(CX*4), R9
+	MOVQ   blocks+104(FP), SI
+	MOVQ   x0+16(FP), DI
+	VPXORD Z0, Z0, Z0
+	VPXORD Z1, Z1, Z1
+	VPXORD Z2, Z2, Z2
+	VPXORD Z3, Z3, Z3
+	MOVQ   x1+24(FP), R8
+	VPXORD Z4, Z4, Z4
+	VPXORD Z5, Z5, Z5
+	VPXORD Z6, Z6, Z6
+	VPXORD Z7, Z7, Z7
+
+block:
+	PREFETCHT0    (R9)
+	PREFETCHT0    (R9)(CX*1)
+	PREFETCHT0    (R9)(CX*2)
+	PREFETCHT0    (R9)(DX*1)
+	ADDQ          $0x00000020, R9
+	VPMOVZXWD     (AX), Z8
+	VPSLLD        $0x10, Z8, Z8
+	VFMADD231PS   (DI), Z8, Z0
+	VFMADD231PS   (R8), Z8, Z4
+	VPMOVZXWD     (AX)(CX*1), Z8
+	VPSLLD        $0x10, Z8, Z8
+	VFMADD231PS   (DI), Z8, Z1
+	VFMADD231PS   (R8), Z8, Z5
+	VPMOVZXWD     (AX)(CX*2), Z8
+	VPSLLD        $0x10, Z8, Z8
+	VFMADD231PS   (DI), Z8, Z2
+	VFMADD231PS   (R8), Z8, Z6
+	VPMOVZXWD     (AX)(DX*1), Z8
+	VPSLLD        $0x10, Z8, Z8
+	VFMADD231PS   (DI), Z8, Z3
+	VFMADD231PS   (R8), Z8, Z7
+	ADDQ          $0x00000020, AX
+	ADDQ          $0x00000040, DI
+	ADDQ          $0x00000040, R8
 	DECQ          SI
+	JNZ           block
+	VEXTRACTF64X4 $0x01, Z0, Y8
+	VADDPS        Y8, Y0, Y8
+	VEXTRACTF64X4 $0x01, Z1, Y9
+	VADDPS        Y9, Y1, Y9
+	VEXTRACTF64X4 $0x01, Z2, Y10
+	VADDPS        Y10, Y2, Y10
+	VEXTRACTF64X4 $0x01, Z3, Y11
+	VADDPS        Y11, Y3, Y11
+	VHADDPS       Y9, Y8, Y8
+	VHADDPS       Y11, Y10, Y9
+	VHADDPS       Y9, Y8, Y8
+	VEXTRACTF128  $0x01, Y8, X9
+	VADDPS        X9, X8, X8
+	VMOVUPS       X8, (BX)
+	VEXTRACTF64X4 $0x01, Z4, Y8
+	VADDPS        Y8, Y4, Y8
+	VEXTRACTF64X4 $0x01, Z5, Y9
+	VADDPS        Y9, Y5, Y9
+	VEXTRACTF64X4 $0x01, Z6, Y10
+	VADDPS        Y10, Y6, Y10
+	VEXTRACTF64X4 $0x01, Z7, Y11
+	VADDPS        Y11, Y7, Y11
+	VHADDPS       Y9, Y8, Y8
+	VHADDPS       Y11, Y10, Y9
+	VHADDPS       Y9, Y8, Y8
+	VEXTRACTF128  $0x01, Y8, X9
+	VADDPS        X9, X8, X8
+	MOVQ          ldo+8(FP), SI
+	VMOVUPS       X8, (BX)(SI*4)
+	ADDQ          $0x00000010, BX
+	ADDQ          codesNext+80(FP), AX
+	DECQ          quads+112(FP)
 	JNZ           quad
 	VZEROUPPER
 	RET
@@ -2721,30 +3771,29 @@ block:
 	VZEROUPPER
 	RET
 
-// func gemvFP32AVX512(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+// func gemv1FP32AVX512(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
 // Requires: AVX, AVX512F, MMX+
-TEXT ·gemvFP32AVX512(SB), NOSPLIT, $0-104
-	MOVQ codes+16(FP), AX
-	MOVQ codesStride+40(FP), CX
+TEXT ·gemv1FP32AVX512(SB), NOSPLIT, $0-120
+	MOVQ codes+32(FP), AX
+	MOVQ codesStride+56(FP), CX
 	LEAQ (CX)(CX*2), DX
 	MOVQ out+0(FP), BX
-	MOVQ quads+96(FP), SI
 
 quad:
-	LEAQ   (AX)(CX*4), R9
-	MOVQ   x+8(FP), DI
-	MOVQ   blocks+88(FP), R8
+	LEAQ   (AX)(CX*4), R8
+	MOVQ   blocks+104(FP), SI
+	MOVQ   x0+16(FP), DI
 	VPXORD Z0, Z0, Z0
 	VPXORD Z1, Z1, Z1
 	VPXORD Z2, Z2, Z2
 	VPXORD Z3, Z3, Z3
 
 block:
-	PREFETCHT0    (R9)
-	PREFETCHT0    (R9)(CX*1)
-	PREFETCHT0    (R9)(CX*2)
-	PREFETCHT0    (R9)(DX*1)
-	ADDQ          $0x00000040, R9
+	PREFETCHT0    (R8)
+	PREFETCHT0    (R8)(CX*1)
+	PREFETCHT0    (R8)(CX*2)
+	PREFETCHT0    (R8)(DX*1)
+	ADDQ          $0x00000040, R8
 	VMOVUPS       (AX), Z4
 	VFMADD231PS   (DI), Z4, Z0
 	VMOVUPS       (AX)(CX*1), Z4
@@ -2755,7 +3804,7 @@ block:
 	VFMADD231PS   (DI), Z4, Z3
 	ADDQ          $0x00000040, AX
 	ADDQ          $0x00000040, DI
-	DECQ          R8
+	DECQ          SI
 	JNZ           block
 	VEXTRACTF64X4 $0x01, Z0, Y4
 	VADDPS        Y4, Y0, Y4
@@ -2772,30 +3821,33 @@ block:
 	VADDPS        X5, X4, X4
 	VMOVUPS       X4, (BX)
 	ADDQ          $0x00000010, BX
-	ADDQ          codesNext+64(FP), AX
-	DECQ          SI
+	ADDQ          codesNext+80(FP), AX
+	DECQ          quads+112(FP)
 	JNZ           quad
 	VZEROUPPER
 	RET
 
-// func gemvFP8AVX512(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+// func gemv2FP32AVX512(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
 // Requires: AVX, AVX512F, MMX+
-TEXT ·gemvFP8AVX512(SB), NOSPLIT, $0-104
-	MOVQ         codes+16(FP), AX
-	MOVQ         codesStride+40(FP), CX
-	LEAQ         (CX)(CX*2), DX
-	VPBROADCASTD fp8Mask<>+0(SB), Z0
-	MOVQ         out+0(FP), BX
-	MOVQ         quads+96(FP), SI
+TEXT ·gemv2FP32AVX512(SB), NOSPLIT, $0-120
+	MOVQ codes+32(FP), AX
+	MOVQ codesStride+56(FP), CX
+	LEAQ (CX)(CX*2), DX
+	MOVQ out+0(FP), BX
 
 quad:
 	LEAQ   (AX)(CX*4), R9
-	MOVQ   x+8(FP), DI
-	MOVQ   blocks+88(FP), R8
+	MOVQ   blocks+104(FP), SI
+	MOVQ   x0+16(FP), DI
+	VPXORD Z0, Z0, Z0
 	VPXORD Z1, Z1, Z1
 	VPXORD Z2, Z2, Z2
 	VPXORD Z3, Z3, Z3
+	MOVQ   x1+24(FP), R8
 	VPXORD Z4, Z4, Z4
+	VPXORD Z5, Z5, Z5
+	VPXORD Z6, Z6, Z6
+	VPXORD Z7, Z7, Z7
 
 block:
 	PREFETCHT0    (R9)
@@ -2803,6 +3855,83 @@ block:
 	PREFETCHT0    (R9)(CX*2)
 	PREFETCHT0    (R9)(DX*1)
 	ADDQ          $0x00000040, R9
+	VMOVUPS       (AX), Z8
+	VFMADD231PS   (DI), Z8, Z0
+	VFMADD231PS   (R8), Z8, Z4
+	VMOVUPS       (AX)(CX*1), Z8
+	VFMADD231PS   (DI), Z8, Z1
+	VFMADD231PS   (R8), Z8, Z5
+	VMOVUPS       (AX)(CX*2), Z8
+	VFMADD231PS   (DI), Z8, Z2
+	VFMADD231PS   (R8), Z8, Z6
+	VMOVUPS       (AX)(DX*1), Z8
+	VFMADD231PS   (DI), Z8, Z3
+	VFMADD231PS   (R8), Z8, Z7
+	ADDQ          $0x00000040, AX
+	ADDQ          $0x00000040, DI
+	ADDQ          $0x00000040, R8
+	DECQ          SI
+	JNZ           block
+	VEXTRACTF64X4 $0x01, Z0, Y8
+	VADDPS        Y8, Y0, Y8
+	VEXTRACTF64X4 $0x01, Z1, Y9
+	VADDPS        Y9, Y1, Y9
+	VEXTRACTF64X4 $0x01, Z2, Y10
+	VADDPS        Y10, Y2, Y10
+	VEXTRACTF64X4 $0x01, Z3, Y11
+	VADDPS        Y11, Y3, Y11
+	VHADDPS       Y9, Y8, Y8
+	VHADDPS       Y11, Y10, Y9
+	VHADDPS       Y9, Y8, Y8
+	VEXTRACTF128  $0x01, Y8, X9
+	VADDPS        X9, X8, X8
+	VMOVUPS       X8, (BX)
+	VEXTRACTF64X4 $0x01, Z4, Y8
+	VADDPS        Y8, Y4, Y8
+	VEXTRACTF64X4 $0x01, Z5, Y9
+	VADDPS        Y9, Y5, Y9
+	VEXTRACTF64X4 $0x01, Z6, Y10
+	VADDPS        Y10, Y6, Y10
+	VEXTRACTF64X4 $0x01, Z7, Y11
+	VADDPS        Y11, Y7, Y11
+	VHADDPS       Y9, Y8, Y8
+	VHADDPS       Y11, Y10, Y9
+	VHADDPS       Y9, Y8, Y8
+	VEXTRACTF128  $0x01, Y8, X9
+	VADDPS        X9, X8, X8
+	MOVQ          ldo+8(FP), SI
+	VMOVUPS       X8, (BX)(SI*4)
+	ADDQ          $0x00000010, BX
+	ADDQ          codesNext+80(FP), AX
+	DECQ          quads+112(FP)
+	JNZ           quad
+	VZEROUPPER
+	RET
+
+// func gemv1FP8AVX512(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+// Requires: AVX, AVX512F, MMX+
+TEXT ·gemv1FP8AVX512(SB), NOSPLIT, $0-120
+	MOVQ         codes+32(FP), AX
+	MOVQ         codesStride+56(FP), CX
+	LEAQ         (CX)(CX*2), DX
+	VPBROADCASTD fp8Mask<>+0(SB), Z0
+	MOVQ         out+0(FP), BX
+
+quad:
+	LEAQ   (AX)(CX*4), R8
+	MOVQ   blocks+104(FP), SI
+	MOVQ   x0+16(FP), DI
+	VPXORD Z1, Z1, Z1
+	VPXORD Z2, Z2, Z2
+	VPXORD Z3, Z3, Z3
+	VPXORD Z4, Z4, Z4
+
+block:
+	PREFETCHT0    (R8)
+	PREFETCHT0    (R8)(CX*1)
+	PREFETCHT0    (R8)(CX*2)
+	PREFETCHT0    (R8)(DX*1)
+	ADDQ          $0x00000040, R8
 	VMOVUPS       (AX), Z5
 	VPSLLD        $0x18, Z5, Z6
 	VPSRAD        $0x04, Z6, Z6
@@ -2869,7 +3998,7 @@ block:
 	VFMADD231PS   192(DI), Z5, Z4
 	ADDQ          $0x00000040, AX
 	ADDQ          $0x00000100, DI
-	DECQ          R8
+	DECQ          SI
 	JNZ           block
 	VEXTRACTF64X4 $0x01, Z1, Y5
 	VADDPS        Y5, Y1, Y5
@@ -2886,8 +4015,158 @@ block:
 	VADDPS        X6, X5, X5
 	VMOVUPS       X5, (BX)
 	ADDQ          $0x00000010, BX
-	ADDQ          codesNext+64(FP), AX
+	ADDQ          codesNext+80(FP), AX
+	DECQ          quads+112(FP)
+	JNZ           quad
+	VZEROUPPER
+	RET
+
+// func gemv2FP8AVX512(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+// Requires: AVX, AVX512F, MMX+
+TEXT ·gemv2FP8AVX512(SB), NOSPLIT, $0-120
+	MOVQ         codes+32(FP), AX
+	MOVQ         codesStride+56(FP), CX
+	LEAQ         (CX)(CX*2), DX
+	VPBROADCASTD fp8Mask<>+0(SB), Z0
+	MOVQ         out+0(FP), BX
+
+quad:
+	LEAQ   (AX)(CX*4), R9
+	MOVQ   blocks+104(FP), SI
+	MOVQ   x0+16(FP), DI
+	VPXORD Z1, Z1, Z1
+	VPXORD Z2, Z2, Z2
+	VPXORD Z3, Z3, Z3
+	VPXORD Z4, Z4, Z4
+	MOVQ   x1+24(FP), R8
+	VPXORD Z5, Z5, Z5
+	VPXORD Z6, Z6, Z6
+	VPXORD Z7, Z7, Z7
+	VPXORD Z8, Z8, Z8
+
+block:
+	PREFETCHT0    (R9)
+	PREFETCHT0    (R9)(CX*1)
+	PREFETCHT0    (R9)(CX*2)
+	PREFETCHT0    (R9)(DX*1)
+	ADDQ          $0x00000040, R9
+	VMOVUPS       (AX), Z9
+	VPSLLD        $0x18, Z9, Z10
+	VPSRAD        $0x04, Z10, Z10
+	VPANDD        Z0, Z10, Z10
+	VFMADD231PS   (DI), Z10, Z1
+	VFMADD231PS   (R8), Z10, Z5
+	VPSLLD        $0x10, Z9, Z10
+	VPSRAD        $0x04, Z10, Z10
+	VPANDD        Z0, Z10, Z10
+	VFMADD231PS   64(DI), Z10, Z1
+	VFMADD231PS   64(R8), Z10, Z5
+	VPSLLD        $0x08, Z9, Z10
+	VPSRAD        $0x04, Z10, Z10
+	VPANDD        Z0, Z10, Z10
+	VFMADD231PS   128(DI), Z10, Z1
+	VFMADD231PS   128(R8), Z10, Z5
+	VPSRAD        $0x04, Z9, Z9
+	VPANDD        Z0, Z9, Z9
+	VFMADD231PS   192(DI), Z9, Z1
+	VFMADD231PS   192(R8), Z9, Z5
+	VMOVUPS       (AX)(CX*1), Z9
+	VPSLLD        $0x18, Z9, Z10
+	VPSRAD        $0x04, Z10, Z10
+	VPANDD        Z0, Z10, Z10
+	VFMADD231PS   (DI), Z10, Z2
+	VFMADD231PS   (R8), Z10, Z6
+	VPSLLD        $0x10, Z9, Z10
+	VPSRAD        $0x04, Z10, Z10
+	VPANDD        Z0, Z10, Z10
+	VFMADD231PS   64(DI), Z10, Z2
+	VFMADD231PS   64(R8), Z10, Z6
+	VPSLLD        $0x08, Z9, Z10
+	VPSRAD        $0x04, Z10, Z10
+	VPANDD        Z0, Z10, Z10
+	VFMADD231PS   128(DI), Z10, Z2
+	VFMADD231PS   128(R8), Z10, Z6
+	VPSRAD        $0x04, Z9, Z9
+	VPANDD        Z0, Z9, Z9
+	VFMADD231PS   192(DI), Z9, Z2
+	VFMADD231PS   192(R8), Z9, Z6
+	VMOVUPS       (AX)(CX*2), Z9
+	VPSLLD        $0x18, Z9, Z10
+	VPSRAD        $0x04, Z10, Z10
+	VPANDD        Z0, Z10, Z10
+	VFMADD231PS   (DI), Z10, Z3
+	VFMADD231PS   (R8), Z10, Z7
+	VPSLLD        $0x10, Z9, Z10
+	VPSRAD        $0x04, Z10, Z10
+	VPANDD        Z0, Z10, Z10
+	VFMADD231PS   64(DI), Z10, Z3
+	VFMADD231PS   64(R8), Z10, Z7
+	VPSLLD        $0x08, Z9, Z10
+	VPSRAD        $0x04, Z10, Z10
+	VPANDD        Z0, Z10, Z10
+	VFMADD231PS   128(DI), Z10, Z3
+	VFMADD231PS   128(R8), Z10, Z7
+	VPSRAD        $0x04, Z9, Z9
+	VPANDD        Z0, Z9, Z9
+	VFMADD231PS   192(DI), Z9, Z3
+	VFMADD231PS   192(R8), Z9, Z7
+	VMOVUPS       (AX)(DX*1), Z9
+	VPSLLD        $0x18, Z9, Z10
+	VPSRAD        $0x04, Z10, Z10
+	VPANDD        Z0, Z10, Z10
+	VFMADD231PS   (DI), Z10, Z4
+	VFMADD231PS   (R8), Z10, Z8
+	VPSLLD        $0x10, Z9, Z10
+	VPSRAD        $0x04, Z10, Z10
+	VPANDD        Z0, Z10, Z10
+	VFMADD231PS   64(DI), Z10, Z4
+	VFMADD231PS   64(R8), Z10, Z8
+	VPSLLD        $0x08, Z9, Z10
+	VPSRAD        $0x04, Z10, Z10
+	VPANDD        Z0, Z10, Z10
+	VFMADD231PS   128(DI), Z10, Z4
+	VFMADD231PS   128(R8), Z10, Z8
+	VPSRAD        $0x04, Z9, Z9
+	VPANDD        Z0, Z9, Z9
+	VFMADD231PS   192(DI), Z9, Z4
+	VFMADD231PS   192(R8), Z9, Z8
+	ADDQ          $0x00000040, AX
+	ADDQ          $0x00000100, DI
+	ADDQ          $0x00000100, R8
 	DECQ          SI
+	JNZ           block
+	VEXTRACTF64X4 $0x01, Z1, Y9
+	VADDPS        Y9, Y1, Y9
+	VEXTRACTF64X4 $0x01, Z2, Y10
+	VADDPS        Y10, Y2, Y10
+	VEXTRACTF64X4 $0x01, Z3, Y11
+	VADDPS        Y11, Y3, Y11
+	VEXTRACTF64X4 $0x01, Z4, Y12
+	VADDPS        Y12, Y4, Y12
+	VHADDPS       Y10, Y9, Y9
+	VHADDPS       Y12, Y11, Y10
+	VHADDPS       Y10, Y9, Y9
+	VEXTRACTF128  $0x01, Y9, X10
+	VADDPS        X10, X9, X9
+	VMOVUPS       X9, (BX)
+	VEXTRACTF64X4 $0x01, Z5, Y9
+	VADDPS        Y9, Y5, Y9
+	VEXTRACTF64X4 $0x01, Z6, Y10
+	VADDPS        Y10, Y6, Y10
+	VEXTRACTF64X4 $0x01, Z7, Y11
+	VADDPS        Y11, Y7, Y11
+	VEXTRACTF64X4 $0x01, Z8, Y12
+	VADDPS        Y12, Y8, Y12
+	VHADDPS       Y10, Y9, Y9
+	VHADDPS       Y12, Y11, Y10
+	VHADDPS       Y10, Y9, Y9
+	VEXTRACTF128  $0x01, Y9, X10
+	VADDPS        X10, X9, X9
+	MOVQ          ldo+8(FP), SI
+	VMOVUPS       X9, (BX)(SI*4)
+	ADDQ          $0x00000010, BX
+	ADDQ          codesNext+80(FP), AX
+	DECQ          quads+112(FP)
 	JNZ           quad
 	VZEROUPPER
 	RET
@@ -2924,33 +4203,32 @@ block:
 	VZEROUPPER
 	RET
 
-// func gemvQ8AVX512(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+// func gemv1Q8AVX512(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
 // Requires: AVX, AVX2, AVX512F, MMX+
-TEXT ·gemvQ8AVX512(SB), NOSPLIT, $0-104
-	MOVQ codes+16(FP), AX
-	MOVQ codesStride+40(FP), CX
+TEXT ·gemv1Q8AVX512(SB), NOSPLIT, $0-120
+	MOVQ codes+32(FP), AX
+	MOVQ codesStride+56(FP), CX
 	LEAQ (CX)(CX*2), DX
-	MOVQ scales+32(FP), BX
-	MOVQ scalesStride+56(FP), SI
+	MOVQ scales+48(FP), BX
+	MOVQ scalesStride+72(FP), SI
 	LEAQ (SI)(SI*2), DI
 	MOVQ out+0(FP), R8
-	MOVQ quads+96(FP), R9
 
 quad:
-	LEAQ   (AX)(CX*4), R12
-	MOVQ   x+8(FP), R10
-	MOVQ   blocks+88(FP), R11
+	LEAQ   (AX)(CX*4), R11
+	MOVQ   blocks+104(FP), R9
+	MOVQ   x0+16(FP), R10
 	VPXORD Z0, Z0, Z0
 	VPXORD Z1, Z1, Z1
 	VPXORD Z2, Z2, Z2
 	VPXORD Z3, Z3, Z3
 
 block:
-	PREFETCHT0    (R12)
-	PREFETCHT0    (R12)(CX*1)
-	PREFETCHT0    (R12)(CX*2)
-	PREFETCHT0    (R12)(DX*1)
-	ADDQ          $0x00000020, R12
+	PREFETCHT0    (R11)
+	PREFETCHT0    (R11)(CX*1)
+	PREFETCHT0    (R11)(CX*2)
+	PREFETCHT0    (R11)(DX*1)
+	ADDQ          $0x00000020, R11
 	VPBROADCASTW  (BX), Y4
 	VCVTPH2PS     Y4, Z4
 	VPMOVSXBD     (AX), Z5
@@ -2994,7 +4272,7 @@ block:
 	ADDQ          $0x00000020, AX
 	ADDQ          $0x00000002, BX
 	ADDQ          $0x00000080, R10
-	DECQ          R11
+	DECQ          R9
 	JNZ           block
 	VEXTRACTF64X4 $0x01, Z0, Y4
 	VADDPS        Y4, Y0, Y4
@@ -3011,9 +4289,131 @@ block:
 	VADDPS        X5, X4, X4
 	VMOVUPS       X4, (R8)
 	ADDQ          $0x00000010, R8
-	ADDQ          codesNext+64(FP), AX
-	ADDQ          scalesNext+80(FP), BX
+	ADDQ          codesNext+80(FP), AX
+	ADDQ          scalesNext+96(FP), BX
+	DECQ          quads+112(FP)
+	JNZ           quad
+	VZEROUPPER
+	RET
+
+// func gemv2Q8AVX512(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+// Requires: AVX, AVX2, AVX512F, MMX+
+TEXT ·gemv2Q8AVX512(SB), NOSPLIT, $0-120
+	MOVQ codes+32(FP), AX
+	MOVQ codesStride+56(FP), CX
+	LEAQ (CX)(CX*2), DX
+	MOVQ scales+48(FP), BX
+	MOVQ scalesStride+72(FP), SI
+	LEAQ (SI)(SI*2), DI
+	MOVQ out+0(FP), R8
+
+quad:
+	LEAQ   (AX)(CX*4), R12
+	MOVQ   blocks+104(FP), R9
+	MOVQ   x0+16(FP), R10
+	VPXORD Z0, Z0, Z0
+	VPXORD Z1, Z1, Z1
+	VPXORD Z2, Z2, Z2
+	VPXORD Z3, Z3, Z3
+	MOVQ   x1+24(FP), R11
+	VPXORD Z4, Z4, Z4
+	VPXORD Z5, Z5, Z5
+	VPXORD Z6, Z6, Z6
+	VPXORD Z7, Z7, Z7
+
+block:
+	PREFETCHT0    (R12)
+	PREFETCHT0    (R12)(CX*1)
+	PREFETCHT0    (R12)(CX*2)
+	PREFETCHT0    (R12)(DX*1)
+	ADDQ          $0x00000020, R12
+	VPBROADCASTW  (BX), Y8
+	VCVTPH2PS     Y8, Z8
+	VPMOVSXBD     (AX), Z9
+	VCVTDQ2PS     Z9, Z9
+	VMULPS        Z8, Z9, Z9
+	VFMADD231PS   (R10), Z9, Z0
+	VFMADD231PS   (R11), Z9, Z4
+	VPMOVSXBD     16(AX), Z9
+	VCVTDQ2PS     Z9, Z9
+	VMULPS        Z8, Z9, Z9
+	VFMADD231PS   64(R10), Z9, Z0
+	VFMADD231PS   64(R11), Z9, Z4
+	VPBROADCASTW  (BX)(SI*1), Y8
+	VCVTPH2PS     Y8, Z8
+	VPMOVSXBD     (AX)(CX*1), Z9
+	VCVTDQ2PS     Z9, Z9
+	VMULPS        Z8, Z9, Z9
+	VFMADD231PS   (R10), Z9, Z1
+	VFMADD231PS   (R11), Z9, Z5
+	VPMOVSXBD     16(AX)(CX*1), Z9
+	VCVTDQ2PS     Z9, Z9
+	VMULPS        Z8, Z9, Z9
+	VFMADD231PS   64(R10), Z9, Z1
+	VFMADD231PS   64(R11), Z9, Z5
+	VPBROADCASTW  (BX)(SI*2), Y8
+	VCVTPH2PS     Y8, Z8
+	VPMOVSXBD     (AX)(CX*2), Z9
+	VCVTDQ2PS     Z9, Z9
+	VMULPS        Z8, Z9, Z9
+	VFMADD231PS   (R10), Z9, Z2
+	VFMADD231PS   (R11), Z9, Z6
+	VPMOVSXBD     16(AX)(CX*2), Z9
+	VCVTDQ2PS     Z9, Z9
+	VMULPS        Z8, Z9, Z9
+	VFMADD231PS   64(R10), Z9, Z2
+	VFMADD231PS   64(R11), Z9, Z6
+	VPBROADCASTW  (BX)(DI*1), Y8
+	VCVTPH2PS     Y8, Z8
+	VPMOVSXBD     (AX)(DX*1), Z9
+	VCVTDQ2PS     Z9, Z9
+	VMULPS        Z8, Z9, Z9
+	VFMADD231PS   (R10), Z9, Z3
+	VFMADD231PS   (R11), Z9, Z7
+	VPMOVSXBD     16(AX)(DX*1), Z9
+	VCVTDQ2PS     Z9, Z9
+	VMULPS        Z8, Z9, Z9
+	VFMADD231PS   64(R10), Z9, Z3
+	VFMADD231PS   64(R11), Z9, Z7
+	ADDQ          $0x00000020, AX
+	ADDQ          $0x00000002, BX
+	ADDQ          $0x00000080, R10
+	ADDQ          $0x00000080, R11
 	DECQ          R9
+	JNZ           block
+	VEXTRACTF64X4 $0x01, Z0, Y8
+	VADDPS        Y8, Y0, Y8
+	VEXTRACTF64X4 $0x01, Z1, Y9
+	VADDPS        Y9, Y1, Y9
+	VEXTRACTF64X4 $0x01, Z2, Y10
+	VADDPS        Y10, Y2, Y10
+	VEXTRACTF64X4 $0x01, Z3, Y11
+	VADDPS        Y11, Y3, Y11
+	VHADDPS       Y9, Y8, Y8
+	VHADDPS       Y11, Y10, Y9
+	VHADDPS       Y9, Y8, Y8
+	VEXTRACTF128  $0x01, Y8, X9
+	VADDPS        X9, X8, X8
+	VMOVUPS       X8, (R8)
+	VEXTRACTF64X4 $0x01, Z4, Y8
+	VADDPS        Y8, Y4, Y8
+	VEXTRACTF64X4 $0x01, Z5, Y9
+	VADDPS        Y9, Y5, Y9
+	VEXTRACTF64X4 $0x01, Z6, Y10
+	VADDPS        Y10, Y6, Y10
+	VEXTRACTF64X4 $0x01, Z7, Y11
+	VADDPS        Y11, Y7, Y11
+	VHADDPS       Y9, Y8, Y8
+	VHADDPS       Y11, Y10, Y9
+	VHADDPS       Y9, Y8, Y8
+	VEXTRACTF128  $0x01, Y8, X9
+	VADDPS        X9, X8, X8
+	MOVQ          ldo+8(FP), R9
+	VMOVUPS       X8, (R8)(R9*4)
+	ADDQ          $0x00000010, R8
+	ADDQ          codesNext+80(FP), AX
+	ADDQ          scalesNext+96(FP), BX
+	DECQ          quads+112(FP)
 	JNZ           quad
 	VZEROUPPER
 	RET
@@ -3045,36 +4445,35 @@ block:
 	VZEROUPPER
 	RET
 
-// func gemvNVFP4AVX512(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+// func gemv1NVFP4AVX512(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
 // Requires: AVX, AVX512F, MMX+
-TEXT ·gemvNVFP4AVX512(SB), NOSPLIT, $0-104
-	MOVQ    codes+16(FP), AX
-	MOVQ    codesStride+40(FP), CX
+TEXT ·gemv1NVFP4AVX512(SB), NOSPLIT, $0-120
+	MOVQ    codes+32(FP), AX
+	MOVQ    codesStride+56(FP), CX
 	LEAQ    (CX)(CX*2), DX
-	MOVQ    scales+32(FP), BX
-	MOVQ    scalesStride+56(FP), SI
+	MOVQ    scales+48(FP), BX
+	MOVQ    scalesStride+72(FP), SI
 	LEAQ    (SI)(SI*2), DI
 	LEAQ    e4m3<>+0(SB), R9
 	VMOVUPS e2m1Float<>+0(SB), Z0
 	VMOVUPS nibbleShift<>+0(SB), Z1
 	MOVQ    out+0(FP), R10
-	MOVQ    quads+96(FP), R11
 
 quad:
-	LEAQ   (AX)(CX*4), R14
-	MOVQ   x+8(FP), R12
-	MOVQ   blocks+88(FP), R13
+	LEAQ   (AX)(CX*4), R13
+	MOVQ   blocks+104(FP), R11
+	MOVQ   x0+16(FP), R12
 	VPXORD Z2, Z2, Z2
 	VPXORD Z3, Z3, Z3
 	VPXORD Z4, Z4, Z4
 	VPXORD Z5, Z5, Z5
 
 block:
-	PREFETCHT0    (R14)
-	PREFETCHT0    (R14)(CX*1)
-	PREFETCHT0    (R14)(CX*2)
-	PREFETCHT0    (R14)(DX*1)
-	ADDQ          $0x00000020, R14
+	PREFETCHT0    (R13)
+	PREFETCHT0    (R13)(CX*1)
+	PREFETCHT0    (R13)(CX*2)
+	PREFETCHT0    (R13)(DX*1)
+	ADDQ          $0x00000020, R13
 	MOVBLZX       (BX), R8
 	VBROADCASTSS  (R9)(R8*4), Z6
 	VPBROADCASTQ  (AX), Z7
@@ -3190,7 +4589,7 @@ block:
 	ADDQ          $0x00000020, AX
 	ADDQ          $0x00000200, BX
 	ADDQ          $0x00000100, R12
-	DECQ          R13
+	DECQ          R11
 	JNZ           block
 	VEXTRACTF64X4 $0x01, Z2, Y6
 	VADDPS        Y6, Y2, Y6
@@ -3207,9 +4606,214 @@ block:
 	VADDPS        X7, X6, X6
 	VMOVUPS       X6, (R10)
 	ADDQ          $0x00000010, R10
-	ADDQ          codesNext+64(FP), AX
-	ADDQ          scalesNext+80(FP), BX
+	ADDQ          codesNext+80(FP), AX
+	ADDQ          scalesNext+96(FP), BX
+	DECQ          quads+112(FP)
+	JNZ           quad
+	VZEROUPPER
+	RET
+
+// func gemv2NVFP4AVX512(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+// Requires: AVX, AVX512F, MMX+
+TEXT ·gemv2NVFP4AVX512(SB), NOSPLIT, $0-120
+	MOVQ    codes+32(FP), AX
+	MOVQ    codesStride+56(FP), CX
+	LEAQ    (CX)(CX*2), DX
+	MOVQ    scales+48(FP), BX
+	MOVQ    scalesStride+72(FP), SI
+	LEAQ    (SI)(SI*2), DI
+	LEAQ    e4m3<>+0(SB), R9
+	VMOVUPS e2m1Float<>+0(SB), Z0
+	VMOVUPS nibbleShift<>+0(SB), Z1
+	MOVQ    out+0(FP), R10
+
+quad:
+	LEAQ   (AX)(CX*4), R14
+	MOVQ   blocks+104(FP), R11
+	MOVQ   x0+16(FP), R12
+	VPXORD Z2, Z2, Z2
+	VPXORD Z3, Z3, Z3
+	VPXORD Z4, Z4, Z4
+	VPXORD Z5, Z5, Z5
+	MOVQ   x1+24(FP), R13
+	VPXORD Z6, Z6, Z6
+	VPXORD Z7, Z7, Z7
+	VPXORD Z8, Z8, Z8
+	VPXORD Z9, Z9, Z9
+
+block:
+	PREFETCHT0    (R14)
+	PREFETCHT0    (R14)(CX*1)
+	PREFETCHT0    (R14)(CX*2)
+	PREFETCHT0    (R14)(DX*1)
+	ADDQ          $0x00000020, R14
+	MOVBLZX       (BX), R8
+	VBROADCASTSS  (R9)(R8*4), Z10
+	VPBROADCASTQ  (AX), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   (R12), Z11, Z2
+	VFMADD231PS   (R13), Z11, Z6
+	MOVBLZX       1(BX), R8
+	VBROADCASTSS  (R9)(R8*4), Z10
+	VPBROADCASTQ  8(AX), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   64(R12), Z11, Z2
+	VFMADD231PS   64(R13), Z11, Z6
+	MOVBLZX       2(BX), R8
+	VBROADCASTSS  (R9)(R8*4), Z10
+	VPBROADCASTQ  16(AX), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   128(R12), Z11, Z2
+	VFMADD231PS   128(R13), Z11, Z6
+	MOVBLZX       3(BX), R8
+	VBROADCASTSS  (R9)(R8*4), Z10
+	VPBROADCASTQ  24(AX), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   192(R12), Z11, Z2
+	VFMADD231PS   192(R13), Z11, Z6
+	MOVBLZX       (BX)(SI*1), R8
+	VBROADCASTSS  (R9)(R8*4), Z10
+	VPBROADCASTQ  (AX)(CX*1), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   (R12), Z11, Z3
+	VFMADD231PS   (R13), Z11, Z7
+	MOVBLZX       1(BX)(SI*1), R8
+	VBROADCASTSS  (R9)(R8*4), Z10
+	VPBROADCASTQ  8(AX)(CX*1), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   64(R12), Z11, Z3
+	VFMADD231PS   64(R13), Z11, Z7
+	MOVBLZX       2(BX)(SI*1), R8
+	VBROADCASTSS  (R9)(R8*4), Z10
+	VPBROADCASTQ  16(AX)(CX*1), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   128(R12), Z11, Z3
+	VFMADD231PS   128(R13), Z11, Z7
+	MOVBLZX       3(BX)(SI*1), R8
+	VBROADCASTSS  (R9)(R8*4), Z10
+	VPBROADCASTQ  24(AX)(CX*1), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   192(R12), Z11, Z3
+	VFMADD231PS   192(R13), Z11, Z7
+	MOVBLZX       (BX)(SI*2), R8
+	VBROADCASTSS  (R9)(R8*4), Z10
+	VPBROADCASTQ  (AX)(CX*2), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   (R12), Z11, Z4
+	VFMADD231PS   (R13), Z11, Z8
+	MOVBLZX       1(BX)(SI*2), R8
+	VBROADCASTSS  (R9)(R8*4), Z10
+	VPBROADCASTQ  8(AX)(CX*2), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   64(R12), Z11, Z4
+	VFMADD231PS   64(R13), Z11, Z8
+	MOVBLZX       2(BX)(SI*2), R8
+	VBROADCASTSS  (R9)(R8*4), Z10
+	VPBROADCASTQ  16(AX)(CX*2), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   128(R12), Z11, Z4
+	VFMADD231PS   128(R13), Z11, Z8
+	MOVBLZX       3(BX)(SI*2), R8
+	VBROADCASTSS  (R9)(R8*4), Z10
+	VPBROADCASTQ  24(AX)(CX*2), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   192(R12), Z11, Z4
+	VFMADD231PS   192(R13), Z11, Z8
+	MOVBLZX       (BX)(DI*1), R8
+	VBROADCASTSS  (R9)(R8*4), Z10
+	VPBROADCASTQ  (AX)(DX*1), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   (R12), Z11, Z5
+	VFMADD231PS   (R13), Z11, Z9
+	MOVBLZX       1(BX)(DI*1), R8
+	VBROADCASTSS  (R9)(R8*4), Z10
+	VPBROADCASTQ  8(AX)(DX*1), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   64(R12), Z11, Z5
+	VFMADD231PS   64(R13), Z11, Z9
+	MOVBLZX       2(BX)(DI*1), R8
+	VBROADCASTSS  (R9)(R8*4), Z10
+	VPBROADCASTQ  16(AX)(DX*1), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   128(R12), Z11, Z5
+	VFMADD231PS   128(R13), Z11, Z9
+	MOVBLZX       3(BX)(DI*1), R8
+	VBROADCASTSS  (R9)(R8*4), Z10
+	VPBROADCASTQ  24(AX)(DX*1), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   192(R12), Z11, Z5
+	VFMADD231PS   192(R13), Z11, Z9
+	ADDQ          $0x00000020, AX
+	ADDQ          $0x00000200, BX
+	ADDQ          $0x00000100, R12
+	ADDQ          $0x00000100, R13
 	DECQ          R11
+	JNZ           block
+	VEXTRACTF64X4 $0x01, Z2, Y10
+	VADDPS        Y10, Y2, Y10
+	VEXTRACTF64X4 $0x01, Z3, Y11
+	VADDPS        Y11, Y3, Y11
+	VEXTRACTF64X4 $0x01, Z4, Y12
+	VADDPS        Y12, Y4, Y12
+	VEXTRACTF64X4 $0x01, Z5, Y13
+	VADDPS        Y13, Y5, Y13
+	VHADDPS       Y11, Y10, Y10
+	VHADDPS       Y13, Y12, Y11
+	VHADDPS       Y11, Y10, Y10
+	VEXTRACTF128  $0x01, Y10, X11
+	VADDPS        X11, X10, X10
+	VMOVUPS       X10, (R10)
+	VEXTRACTF64X4 $0x01, Z6, Y10
+	VADDPS        Y10, Y6, Y10
+	VEXTRACTF64X4 $0x01, Z7, Y11
+	VADDPS        Y11, Y7, Y11
+	VEXTRACTF64X4 $0x01, Z8, Y12
+	VADDPS        Y12, Y8, Y12
+	VEXTRACTF64X4 $0x01, Z9, Y13
+	VADDPS        Y13, Y9, Y13
+	VHADDPS       Y11, Y10, Y10
+	VHADDPS       Y13, Y12, Y11
+	VHADDPS       Y11, Y10, Y10
+	VEXTRACTF128  $0x01, Y10, X11
+	VADDPS        X11, X10, X10
+	MOVQ          ldo+8(FP), R11
+	VMOVUPS       X10, (R10)(R11*4)
+	ADDQ          $0x00000010, R10
+	ADDQ          codesNext+80(FP), AX
+	ADDQ          scalesNext+96(FP), BX
+	DECQ          quads+112(FP)
 	JNZ           quad
 	VZEROUPPER
 	RET
@@ -3262,35 +4866,34 @@ block:
 	VZEROUPPER
 	RET
 
-// func gemvQ4AVX512(out *float32, x *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+// func gemv1Q4AVX512(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
 // Requires: AVX, AVX2, AVX512F, MMX+
-TEXT ·gemvQ4AVX512(SB), NOSPLIT, $0-104
-	MOVQ    codes+16(FP), AX
-	MOVQ    codesStride+40(FP), CX
+TEXT ·gemv1Q4AVX512(SB), NOSPLIT, $0-120
+	MOVQ    codes+32(FP), AX
+	MOVQ    codesStride+56(FP), CX
 	LEAQ    (CX)(CX*2), DX
-	MOVQ    scales+32(FP), BX
-	MOVQ    scalesStride+56(FP), SI
+	MOVQ    scales+48(FP), BX
+	MOVQ    scalesStride+72(FP), SI
 	LEAQ    (SI)(SI*2), DI
 	VMOVUPS signed4Float<>+0(SB), Z0
 	VMOVUPS nibbleShift<>+0(SB), Z1
 	MOVQ    out+0(FP), R8
-	MOVQ    quads+96(FP), R9
 
 quad:
-	LEAQ   (AX)(CX*4), R12
-	MOVQ   x+8(FP), R10
-	MOVQ   blocks+88(FP), R11
+	LEAQ   (AX)(CX*4), R11
+	MOVQ   blocks+104(FP), R9
+	MOVQ   x0+16(FP), R10
 	VPXORD Z2, Z2, Z2
 	VPXORD Z3, Z3, Z3
 	VPXORD Z4, Z4, Z4
 	VPXORD Z5, Z5, Z5
 
 block:
-	PREFETCHT0    (R12)
-	PREFETCHT0    (R12)(CX*1)
-	PREFETCHT0    (R12)(CX*2)
-	PREFETCHT0    (R12)(DX*1)
-	ADDQ          $0x00000020, R12
+	PREFETCHT0    (R11)
+	PREFETCHT0    (R11)(CX*1)
+	PREFETCHT0    (R11)(CX*2)
+	PREFETCHT0    (R11)(DX*1)
+	ADDQ          $0x00000020, R11
 	VPBROADCASTW  (BX), Y6
 	VCVTPH2PS     Y6, Z6
 	VPBROADCASTQ  (AX), Z7
@@ -3382,7 +4985,7 @@ block:
 	ADDQ          $0x00000020, AX
 	ADDQ          $0x00000002, BX
 	ADDQ          $0x00000100, R10
-	DECQ          R11
+	DECQ          R9
 	JNZ           block
 	VEXTRACTF64X4 $0x01, Z2, Y6
 	VADDPS        Y6, Y2, Y6
@@ -3399,9 +5002,189 @@ block:
 	VADDPS        X7, X6, X6
 	VMOVUPS       X6, (R8)
 	ADDQ          $0x00000010, R8
-	ADDQ          codesNext+64(FP), AX
-	ADDQ          scalesNext+80(FP), BX
+	ADDQ          codesNext+80(FP), AX
+	ADDQ          scalesNext+96(FP), BX
+	DECQ          quads+112(FP)
+	JNZ           quad
+	VZEROUPPER
+	RET
+
+// func gemv2Q4AVX512(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
+// Requires: AVX, AVX2, AVX512F, MMX+
+TEXT ·gemv2Q4AVX512(SB), NOSPLIT, $0-120
+	MOVQ    codes+32(FP), AX
+	MOVQ    codesStride+56(FP), CX
+	LEAQ    (CX)(CX*2), DX
+	MOVQ    scales+48(FP), BX
+	MOVQ    scalesStride+72(FP), SI
+	LEAQ    (SI)(SI*2), DI
+	VMOVUPS signed4Float<>+0(SB), Z0
+	VMOVUPS nibbleShift<>+0(SB), Z1
+	MOVQ    out+0(FP), R8
+
+quad:
+	LEAQ   (AX)(CX*4), R12
+	MOVQ   blocks+104(FP), R9
+	MOVQ   x0+16(FP), R10
+	VPXORD Z2, Z2, Z2
+	VPXORD Z3, Z3, Z3
+	VPXORD Z4, Z4, Z4
+	VPXORD Z5, Z5, Z5
+	MOVQ   x1+24(FP), R11
+	VPXORD Z6, Z6, Z6
+	VPXORD Z7, Z7, Z7
+	VPXORD Z8, Z8, Z8
+	VPXORD Z9, Z9, Z9
+
+block:
+	PREFETCHT0    (R12)
+	PREFETCHT0    (R12)(CX*1)
+	PREFETCHT0    (R12)(CX*2)
+	PREFETCHT0    (R12)(DX*1)
+	ADDQ          $0x00000020, R12
+	VPBROADCASTW  (BX), Y10
+	VCVTPH2PS     Y10, Z10
+	VPBROADCASTQ  (AX), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   (R10), Z11, Z2
+	VFMADD231PS   (R11), Z11, Z6
+	VPBROADCASTQ  8(AX), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   64(R10), Z11, Z2
+	VFMADD231PS   64(R11), Z11, Z6
+	VPBROADCASTQ  16(AX), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   128(R10), Z11, Z2
+	VFMADD231PS   128(R11), Z11, Z6
+	VPBROADCASTQ  24(AX), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   192(R10), Z11, Z2
+	VFMADD231PS   192(R11), Z11, Z6
+	VPBROADCASTW  (BX)(SI*1), Y10
+	VCVTPH2PS     Y10, Z10
+	VPBROADCASTQ  (AX)(CX*1), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   (R10), Z11, Z3
+	VFMADD231PS   (R11), Z11, Z7
+	VPBROADCASTQ  8(AX)(CX*1), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   64(R10), Z11, Z3
+	VFMADD231PS   64(R11), Z11, Z7
+	VPBROADCASTQ  16(AX)(CX*1), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   128(R10), Z11, Z3
+	VFMADD231PS   128(R11), Z11, Z7
+	VPBROADCASTQ  24(AX)(CX*1), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   192(R10), Z11, Z3
+	VFMADD231PS   192(R11), Z11, Z7
+	VPBROADCASTW  (BX)(SI*2), Y10
+	VCVTPH2PS     Y10, Z10
+	VPBROADCASTQ  (AX)(CX*2), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   (R10), Z11, Z4
+	VFMADD231PS   (R11), Z11, Z8
+	VPBROADCASTQ  8(AX)(CX*2), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   64(R10), Z11, Z4
+	VFMADD231PS   64(R11), Z11, Z8
+	VPBROADCASTQ  16(AX)(CX*2), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   128(R10), Z11, Z4
+	VFMADD231PS   128(R11), Z11, Z8
+	VPBROADCASTQ  24(AX)(CX*2), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   192(R10), Z11, Z4
+	VFMADD231PS   192(R11), Z11, Z8
+	VPBROADCASTW  (BX)(DI*1), Y10
+	VCVTPH2PS     Y10, Z10
+	VPBROADCASTQ  (AX)(DX*1), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   (R10), Z11, Z5
+	VFMADD231PS   (R11), Z11, Z9
+	VPBROADCASTQ  8(AX)(DX*1), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   64(R10), Z11, Z5
+	VFMADD231PS   64(R11), Z11, Z9
+	VPBROADCASTQ  16(AX)(DX*1), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   128(R10), Z11, Z5
+	VFMADD231PS   128(R11), Z11, Z9
+	VPBROADCASTQ  24(AX)(DX*1), Z11
+	VPSRLVD       Z1, Z11, Z11
+	VPERMPS       Z0, Z11, Z11
+	VMULPS        Z10, Z11, Z11
+	VFMADD231PS   192(R10), Z11, Z5
+	VFMADD231PS   192(R11), Z11, Z9
+	ADDQ          $0x00000020, AX
+	ADDQ          $0x00000002, BX
+	ADDQ          $0x00000100, R10
+	ADDQ          $0x00000100, R11
 	DECQ          R9
+	JNZ           block
+	VEXTRACTF64X4 $0x01, Z2, Y10
+	VADDPS        Y10, Y2, Y10
+	VEXTRACTF64X4 $0x01, Z3, Y11
+	VADDPS        Y11, Y3, Y11
+	VEXTRACTF64X4 $0x01, Z4, Y12
+	VADDPS        Y12, Y4, Y12
+	VEXTRACTF64X4 $0x01, Z5, Y13
+	VADDPS        Y13, Y5, Y13
+	VHADDPS       Y11, Y10, Y10
+	VHADDPS       Y13, Y12, Y11
+	VHADDPS       Y11, Y10, Y10
+	VEXTRACTF128  $0x01, Y10, X11
+	VADDPS        X11, X10, X10
+	VMOVUPS       X10, (R8)
+	VEXTRACTF64X4 $0x01, Z6, Y10
+	VADDPS        Y10, Y6, Y10
+	VEXTRACTF64X4 $0x01, Z7, Y11
+	VADDPS        Y11, Y7, Y11
+	VEXTRACTF64X4 $0x01, Z8, Y12
+	VADDPS        Y12, Y8, Y12
+	VEXTRACTF64X4 $0x01, Z9, Y13
+	VADDPS        Y13, Y9, Y13
+	VHADDPS       Y11, Y10, Y10
+	VHADDPS       Y13, Y12, Y11
+	VHADDPS       Y11, Y10, Y10
+	VEXTRACTF128  $0x01, Y10, X11
+	VADDPS        X11, X10, X10
+	MOVQ          ldo+8(FP), R9
+	VMOVUPS       X10, (R8)(R9*4)
+	ADDQ          $0x00000010, R8
+	ADDQ          codesNext+80(FP), AX
+	ADDQ          scalesNext+96(FP), BX
+	DECQ          quads+112(FP)
 	JNZ           quad
 	VZEROUPPER
 	RET
