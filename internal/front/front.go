@@ -166,6 +166,9 @@ type Request struct {
 	Stop, ReasoningStop []string // not empty ones
 	StopIDs             []int32  // beside the model's own
 	Raw                 bool     // undivided text, control tokens spelled out
+	// Undivided is for prompts that follow no template: all output is the answer, think markers are a part of its text, no budget applies,
+	// and the sampling defaults are those of thinking, which are the model's own.
+	Undivided bool
 }
 
 // Prepared is a request ready for the engine.
@@ -218,12 +221,14 @@ func (f *Front) Prepare(req Request) (*Prepared, error) {
 	if err != nil {
 		return nil, err
 	}
-	p.markers()
+	if !req.Undivided {
+		p.markers()
+	}
 	if err := p.limits(); err != nil {
 		return nil, err
 	}
 	p.StopIDs = slices.Concat(f.generation.stops, req.StopIDs)
-	p.Sampling = f.Defaults(thinking)
+	p.Sampling = f.Defaults(thinking || req.Undivided)
 	if req.Sampling.Seed == nil && f.opt.Sampling.Seed == nil && f.opt.FreshSeeds {
 		p.Sampling.Seed = freshSeed()
 	}
@@ -350,7 +355,11 @@ func (p *Prepared) limits() error {
 	f, req := p.front, p.req
 	room := f.opt.Context - len(p.Prompt)
 	if room < 0 {
-		return refuse(CodeContextLength, "messages", "the prompt has %d tokens, the context is limited to %d", len(p.Prompt), f.opt.Context)
+		param := "messages"
+		if req.Prompt != nil {
+			param = "prompt"
+		}
+		return refuse(CodeContextLength, param, "the prompt has %d tokens, the context is limited to %d", len(p.Prompt), f.opt.Context)
 	}
 	p.MaxNew = f.opt.MaxTokens
 	if req.MaxTokens != nil {

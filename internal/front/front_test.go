@@ -498,6 +498,59 @@ func TestSessionCalls(t *testing.T) {
 	}
 }
 
+// A prompt of the client's own: its ids are run as they are, and the output is one text, think markers and all.
+func TestUndivided(t *testing.T) {
+	opt := micro(t)
+	opt.ThinkingBudget = 3
+	f := newFront(t, opt)
+	ids := f.Tokens("<|im_start|>assistant\n<think>\n", false)
+	p, err := f.Prepare(front.Request{Prompt: ids, Undivided: true, Stop: []string{"END"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !slices.Equal(p.Prompt, ids) || p.Thinking || p.Budget != 0 || p.Sampling != f.Defaults(true) {
+		t.Errorf("%+v", p)
+	}
+	s := p.Session()
+	out := opt.Tokenizer.Encode("abcdefgh</think>x END y")
+	keep, ends, insert := s.Preview(out)
+	got := join(append(s.Commit(out[:keep]), s.Finish()...))
+	if want := []front.Event{{Kind: front.Answer, Text: "abcdefgh</think>x "}, {Kind: front.End, Text: "END"}}; !ends || insert != nil || !reflect.DeepEqual(got, want) || s.Usage().Reasoning != 0 {
+		t.Errorf("%q, ends %v, inserts %v, %+v", got, ends, insert, s.Usage())
+	}
+	_, err = f.Prepare(front.Request{Prompt: make([]int32, 513), Undivided: true})
+	if e := wantCode(t, err, front.CodeContextLength); e.Param != "prompt" {
+		t.Errorf("param %q", e.Param)
+	}
+}
+
+func TestTokens(t *testing.T) {
+	opt := micro(t)
+	f := newFront(t, opt)
+	end, _ := opt.Tokenizer.ID("<|im_end|>")
+	if got := f.Tokens("<|im_end|>", false); !slices.Equal(got, []int32{end}) {
+		t.Errorf("%v", got)
+	}
+	if got := f.Tokens("<|im_end|>", true); len(got) < 2 || slices.Contains(got, end) {
+		t.Errorf("%v", got)
+	}
+	if got, err := f.TokenText(f.Tokens("é <|im_end|>☃", true)); err != nil || got != "é <|im_end|>☃" {
+		t.Errorf("%q, %v", got, err)
+	}
+	for _, id := range []int32{-1, int32(opt.Tokenizer.Count())} {
+		_, err := f.TokenText([]int32{0, id})
+		if e := wantCode(t, err, front.CodeInvalidValue); e.Param != "tokens[1]" {
+			t.Errorf("param %q", e.Param)
+		}
+	}
+	if got := f.TokenBytes(end); string(got) != "<|im_end|>" {
+		t.Errorf("%q", got)
+	}
+	if f.TemplateSource() == "" || f.TemplateSource() != opt.Template.Source() {
+		t.Error("not the template's source")
+	}
+}
+
 // join puts neighbours of one kind together.
 func join(events []front.Event) []front.Event {
 	var out []front.Event

@@ -74,6 +74,9 @@ func NewTemplate(name string, source []byte) (*Template, error) {
 // Name is the name given to NewTemplate.
 func (t *Template) Name() string { return t.name }
 
+// Source is the text that was compiled: line ends are \n, and the last one is not there.
+func (t *Template) Source() string { return t.outline.source }
+
 func (t *Template) compile(mark rune) (*jinja.Template, error) {
 	return jinja.Compile(t.outline.rewrite(mark))
 }
