@@ -1,7 +1,7 @@
 // Package web is the chat page that the server shows at /: HTML, a style sheet and four ES modules, embedded as they are, without a build
 // step. The page talks to the same /v1 endpoints as every other client, keeps conversations in the browser and loads nothing from elsewhere.
 //
-// Handler answers GET and HEAD for / and the files under /assets/ and says not found for the rest. The page holds no secret, so no key is
+// It consists of / and the files under /assets/. The page holds no secret, so no key is
 // needed for it; what it asks of the API needs one as always.
 package web
 
@@ -15,6 +15,7 @@ import (
 	"net/http"
 	"path"
 	"strings"
+	"sync"
 	"time"
 )
 
@@ -36,8 +37,8 @@ type file struct {
 	tag          string // of plain
 }
 
-// Handler returns a handler for the page. It may be used by any number of goroutines.
-func Handler() http.Handler {
+// all are the files by the path they are served at.
+var all = sync.OnceValue(func() map[string]*file {
 	all := map[string]*file{}
 	err := fs.WalkDir(files, "page", func(name string, d fs.DirEntry, err error) error {
 		if err != nil || d.IsDir() {
@@ -58,16 +59,29 @@ func Handler() http.Handler {
 	if err != nil {
 		panic("web: the embedded files cannot be read: " + err.Error())
 	}
+	return all
+})
+
+// File returns the handler of the file at a path, or nil if there is none. It is for GET and HEAD.
+func File(path string) http.Handler {
+	if f, ok := all()[path]; ok {
+		return http.HandlerFunc(f.send)
+	}
+	return nil
+}
+
+// Handler returns a handler for the whole page.
+func Handler() http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		f, ok := all[r.URL.Path]
+		f := File(r.URL.Path)
 		switch {
-		case !ok:
+		case f == nil:
 			http.Error(w, "not found", http.StatusNotFound)
 		case r.Method != http.MethodGet && r.Method != http.MethodHead:
 			w.Header().Set("Allow", "GET, HEAD")
 			http.Error(w, "only GET and HEAD", http.StatusMethodNotAllowed)
 		default:
-			f.send(w, r)
+			f.ServeHTTP(w, r)
 		}
 	})
 }
