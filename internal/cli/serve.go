@@ -10,6 +10,7 @@ import (
 	"net"
 	"os"
 	"os/signal"
+	"path/filepath"
 	"strconv"
 	"strings"
 	"syscall"
@@ -19,6 +20,7 @@ import (
 	"ninfer/internal/engine"
 	"ninfer/internal/front"
 	"ninfer/internal/server"
+	"ninfer/internal/web"
 )
 
 type serveCommand struct {
@@ -227,7 +229,7 @@ func (c *serveCommand) Run(e *environment) error {
 	}
 	s := server.New(server.Options{
 		ModelID: c.ModelID, APIKey: key, CORS: c.CORS, MaxBody: c.MaxRequestMiB << 20, Log: log,
-		StatsInterval: time.Duration(c.LogStatsIntervalMS) * time.Millisecond,
+		StatsInterval: time.Duration(c.LogStatsIntervalMS) * time.Millisecond, Page: web.File,
 	})
 	served := make(chan error, 1)
 	go func() { served <- s.Serve(ctx, listener) }()
@@ -247,7 +249,7 @@ func (c *serveCommand) Run(e *environment) error {
 	}
 	defer o.dev.Close()
 	s.Ready(server.Model{
-		Front: o.front, Draft: c.DraftTokens,
+		Front: o.front, Draft: c.DraftTokens, Concurrency: c.MaxConcurrency, File: filepath.Base(c.Artifact),
 		Queue: engine.NewQueue(o.batch, c.MaxConcurrency+c.MaxPendingRequests, time.Duration(c.PendingTimeoutMS)*time.Millisecond),
 	})
 	address := "http://" + listener.Addr().String()

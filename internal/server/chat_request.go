@@ -33,7 +33,7 @@ func parseChat(data []byte, served string) (*chatRequest, *failure) {
 	}
 	r := &chatReader{object: body, served: served}
 	for _, read := range []func() *failure{
-		r.model, r.refused, r.streaming, r.limits, r.sampling, r.stops, r.choices, r.format, r.tools, r.template, r.cacheHints, r.messages,
+		r.model, r.refused, r.logprobs, r.streaming, r.limits, r.sampling, r.stops, r.choices, r.format, r.tools, r.template, r.cacheHints, r.messages,
 	} {
 		if err := read(); err != nil {
 			return nil, err
@@ -120,7 +120,7 @@ func (r *chatReader) refused() *failure {
 			}
 		}
 	}
-	return r.logprobs()
+	return nil
 }
 
 func (r *chatReader) logprobs() *failure {

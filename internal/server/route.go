@@ -4,6 +4,7 @@ import (
 	"crypto/rand"
 	"crypto/sha256"
 	"crypto/subtle"
+	_ "embed" // the API's description
 	"encoding/hex"
 	"encoding/json/v2"
 	"net/http"
@@ -46,44 +47,72 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if len(path) > 1 {
 		path = strings.TrimSuffix(path, "/")
 	}
-	if path != "/health" && r.Method != http.MethodOptions && !s.authorized(r) {
+	methods, open := s.route(path)
+	if !open && r.Method != http.MethodOptions && !s.authorized(r) {
 		header.Set("WWW-Authenticate", "Bearer")
 		x.fail(&failure{status: http.StatusUnauthorized, code: "invalid_api_key", message: "the API key is missing or wrong: send it as Authorization: Bearer KEY or x-api-key: KEY"})
 		return
 	}
-	method, handle := s.route(path)
+	handle := methods[r.Method]
+	if r.Method == http.MethodHead {
+		handle = methods[http.MethodGet]
+	}
 	switch {
-	case handle == nil:
-		x.fail(&failure{status: http.StatusNotFound, code: "not_found", message: "there is no route " + r.Method + " " + r.URL.Path})
-	case r.Method == method, r.Method == http.MethodHead && method == http.MethodGet:
+	case handle != nil:
 		handle(x)
+	case methods == nil:
+		x.fail(&failure{status: http.StatusNotFound, code: "not_found", message: "there is no route " + r.Method + " " + r.URL.Path})
 	default:
-		allow := []string{method}
-		if method == http.MethodGet {
-			allow = append(allow, http.MethodHead)
+		var allow []string
+		for _, m := range []string{http.MethodGet, http.MethodHead, http.MethodPost, http.MethodDelete, http.MethodOptions} {
+			if methods[m] != nil || m == http.MethodHead && methods[http.MethodGet] != nil || m == http.MethodOptions && s.opt.CORS {
+				allow = append(allow, m)
+			}
 		}
-		if s.opt.CORS {
-			allow = append(allow, http.MethodOptions)
-		}
-		header.Set("Allow", strings.Join(allow, ", "))
-		x.fail(&failure{status: http.StatusMethodNotAllowed, code: "method_not_allowed", message: r.URL.Path + " takes " + method + ", not " + r.Method})
+		list := strings.Join(allow, ", ")
+		header.Set("Allow", list)
+		x.fail(&failure{status: http.StatusMethodNotAllowed, code: "method_not_allowed", message: r.URL.Path + " takes " + list + ", not " + r.Method})
 	}
 }
 
-// route returns the method and the handler of a path, or nothing.
-func (s *Server) route(path string) (string, func(*exchange)) {
-	switch path {
-	case "/health":
-		return http.MethodGet, s.health
-	case "/v1/models":
-		return http.MethodGet, s.models
-	case "/v1/chat/completions":
-		return http.MethodPost, s.chat
+// handlers are those of one path by method; that of GET is also HEAD's.
+type handlers map[string]func(*exchange)
+
+// fixed are the routes whose paths have no variable part.
+func (s *Server) fixed() map[string]handlers {
+	get := func(h func(*exchange)) handlers { return handlers{http.MethodGet: h} }
+	post := func(h func(*exchange)) handlers { return handlers{http.MethodPost: h} }
+	return map[string]handlers{
+		"/health":                     get(s.health),
+		"/ready":                      get(s.readiness),
+		"/props":                      get(s.props),
+		"/openapi.yaml":               get(s.description),
+		"/v1/models":                  get(s.models),
+		"/v1/chat/completions":        post(s.chat),
+		"/v1/chat/completions/render": post(s.renderChat),
+		"/v1/completions":             post(s.completions),
+		"/v1/completions/render":      post(s.renderCompletion),
+		"/tokenize":                   post(s.tokenize),
+		"/detokenize":                 post(s.detokenize),
+		"/apply-template":             post(s.applyTemplate),
+	}
+}
+
+// route returns the handlers of a path, none if there is no such path, and whether it needs no key. The page needs none, because it holds
+// nothing and could not ask for one before it is there.
+func (s *Server) route(path string) (h handlers, open bool) {
+	if h, ok := s.routes[path]; ok {
+		return h, path == "/health" || path == "/ready"
 	}
 	if id, ok := strings.CutPrefix(path, "/v1/models/"); ok && id != "" {
-		return http.MethodGet, func(x *exchange) { s.oneModel(x, id) }
+		return handlers{http.MethodGet: func(x *exchange) { s.oneModel(x, id) }}, false
 	}
-	return "", nil
+	if s.opt.Page != nil {
+		if file := s.opt.Page(path); file != nil {
+			return handlers{http.MethodGet: func(x *exchange) { file.ServeHTTP(x.w, x.r) }}, true
+		}
+	}
+	return nil, false
 }
 
 // authorized compares digests, so that the time says nothing about the key.
@@ -123,19 +152,56 @@ func (x *exchange) reply(status int, v any) {
 	x.w.Write(body)
 }
 
+// health is about the process: a full queue and a server that ends are healthy.
 func (s *Server) health(x *exchange) {
-	type state struct {
-		Status string `json:"status"`
+	switch s.state() {
+	case "loading":
+		x.reply(http.StatusServiceUnavailable, status{Status: "loading"})
+	case "unavailable":
+		x.reply(http.StatusServiceUnavailable, status{Status: "unavailable"})
+	default:
+		x.reply(http.StatusOK, status{Status: "ok"})
 	}
+}
+
+// readiness is about new requests: whether it makes sense to send one here, and what it would find.
+func (s *Server) readiness(x *exchange) {
+	state := s.state()
+	if state != "ready" {
+		x.reply(http.StatusServiceUnavailable, status{Status: state})
+		return
+	}
+	load := s.model.Queue.Load()
+	x.reply(http.StatusOK, status{state, &load.Running, &load.Waiting})
+}
+
+type status struct {
+	Status  string `json:"status"`
+	Running *int   `json:"running,omitzero"`
+	Waiting *int   `json:"waiting,omitzero"`
+}
+
+// state is loading, unavailable after a failure, draining at the end, or ready.
+func (s *Server) state() string {
 	m := s.serving()
 	switch {
 	case m == nil:
-		x.reply(http.StatusServiceUnavailable, state{"loading"})
+		return "loading"
 	case m.Queue.Failure() != nil:
-		x.reply(http.StatusServiceUnavailable, state{"unavailable"})
-	default:
-		x.reply(http.StatusOK, state{"ok"})
+		return "unavailable"
+	case s.ending.Load():
+		return "draining"
 	}
+	return "ready"
+}
+
+//go:embed openapi.yaml
+var openapi []byte
+
+// description serves GET /openapi.yaml.
+func (s *Server) description(x *exchange) {
+	x.w.Header().Set("Content-Type", "application/yaml")
+	x.w.Write(openapi)
 }
 
 // modelObject is a model as OpenAI lists it, with the context as vLLM adds it.

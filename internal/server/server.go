@@ -1,4 +1,5 @@
-// Package server is the HTTP side: OpenAI's Chat Completions, the model list and health, over one model and one queue.
+// Package server is the HTTP side: OpenAI's Chat Completions and Completions, what serves them (models, tokens, rendering, health, the
+// page), over one model and one queue. openapi.yaml describes every route.
 //
 // A Server answers from the moment its socket is open. Until Ready is called it says that it is loading; after its context has ended it
 // refuses new requests, lets those that run finish within a grace time and cancels the rest, each with an answer. A failure of the engine
@@ -16,6 +17,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -32,6 +34,9 @@ type Options struct {
 	MaxBody int64 // most bytes of a request's body
 	Log     *slog.Logger
 
+	// Page returns the handler of a file of the chat page, nil if it has none at that path. Nil is no page.
+	Page func(path string) http.Handler
+
 	StatsInterval time.Duration // between throughput lines while active; 0 is none
 	KeepAlive     time.Duration // silence in a stream after which a comment is sent
 	Grace         time.Duration // time that requests have to finish when the server ends
@@ -43,6 +48,9 @@ type Model struct {
 	Front *front.Front
 	Queue *engine.Queue
 	Draft int // drafts a round
+
+	Concurrency int    // sequences at a time
+	File        string // name of the artifact's entry file, without folders
 }
 
 // Server answers HTTP requests. Make one with New.
@@ -52,6 +60,10 @@ type Server struct {
 	created int64
 	ready   chan struct{} // closed by Ready, after model is set
 	model   Model
+
+	routes    map[string]handlers
+	preparing chan struct{} // holds one for each preparation under way outside of generations
+	ending    atomic.Bool
 
 	bodies   atomic.Int64 // bytes of bodies in memory
 	counters counters
@@ -70,7 +82,12 @@ func New(opt Options) *Server {
 	if opt.MaxBody == 0 {
 		opt.MaxBody = 384 << 20
 	}
-	return &Server{opt: opt, key: sha256.Sum256([]byte(opt.APIKey)), created: time.Now().Unix(), ready: make(chan struct{})}
+	s := &Server{
+		opt: opt, key: sha256.Sum256([]byte(opt.APIKey)), created: time.Now().Unix(), ready: make(chan struct{}),
+		preparing: make(chan struct{}, runtime.GOMAXPROCS(0)),
+	}
+	s.routes = s.fixed()
+	return s
 }
 
 // Ready makes the server accept requests for the model. Call it once. The server drains the queue when it ends.
@@ -129,6 +146,7 @@ func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 
 // finish ends requests and connections. Connections that have no request do not delay it.
 func (s *Server) finish(hs *http.Server) {
+	s.ending.Store(true)
 	end, cancel := context.WithCancel(context.Background())
 	defer cancel()
 	closed := make(chan error, 1)

@@ -304,7 +304,7 @@ func (s *site) ready(t testing.TB, c setup) {
 		c.worker = &serial{gen: c.gen}
 	}
 	s.queue = engine.NewQueue(c.worker, c.places, c.timeout)
-	s.Ready(server.Model{Front: f, Queue: s.queue, Draft: c.draft})
+	s.Ready(server.Model{Front: f, Queue: s.queue, Draft: c.draft, Concurrency: 3, File: "x.ninfer"})
 }
 
 var client = &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: 4}}
