@@ -14,6 +14,7 @@ import (
 	"path/filepath"
 	"runtime/debug"
 	"slices"
+	"strconv"
 	"strings"
 
 	"github.com/alecthomas/kong"
@@ -144,7 +145,7 @@ func (e *environment) run(args []string) (err error) {
 			panic(code)
 		}
 	}()
-	words := e.expand(args, parser)
+	words := negatives(e.expand(args, parser))
 	if len(words) == 0 {
 		words = []string{"--help"}
 	}
@@ -184,6 +185,20 @@ func (e *environment) expand(args []string, parser *kong.Kong) []string {
 		return append([]string{"run"}, words...)
 	}
 	return words
+}
+
+// negatives joins an option and a negative number after it, which would read as an option of its own.
+func negatives(words []string) []string {
+	var out []string
+	for _, w := range words {
+		last := len(out) - 1
+		if _, err := strconv.ParseFloat(w, 64); err == nil && w[0] == '-' && last >= 0 && strings.HasPrefix(out[last], "--") && !strings.Contains(out[last], "=") {
+			out[last] += "=" + w
+			continue
+		}
+		out = append(out, w)
+	}
+	return out
 }
 
 // repeated refuses an option that is given twice and holds one value.
