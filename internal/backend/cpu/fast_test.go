@@ -285,3 +285,28 @@ func BenchmarkDecode(b *testing.B) {
 		}
 	}
 }
+
+// BenchmarkPrefill is tokens a second of a prompt in one pass, on the mini model.
+func BenchmarkPrefill(b *testing.B) {
+	m := mini.artifact(b, "")
+	for _, rows := range []int{16, 256} {
+		b.Run(fmt.Sprint(rows), func(b *testing.B) {
+			dev := cpu.NewFast(cpu.Options{States: m.States, Lanes: 1, Tokens: rows, Verify: 4, Carry: rows})
+			defer dev.Close()
+			r := model.NewRunner(m, dev, rows)
+			ids := make([]int32, rows)
+			for i := range ids {
+				ids[i] = int32(20 + 31*i%1900)
+			}
+			for b.Loop() {
+				if err := dev.Reset(backend.Lane(0)); err != nil {
+					b.Fatal(err)
+				}
+				if _, err := r.Prompt(backend.LaneRows{Tokens: ids, Want: backend.WantLast}); err != nil {
+					b.Fatal(err)
+				}
+			}
+			b.ReportMetric(float64(rows*b.N)/b.Elapsed().Seconds(), "tok/s")
+		})
+	}
+}

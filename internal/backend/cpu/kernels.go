@@ -164,6 +164,7 @@ func (x *activations) row(r int) []float32 {
 func (m *matrix) multiply(l Level, x *activations, out []float32, ldo, first, end int, scratch []float32) {
 	switch {
 	case first == end:
+		return
 	case m.plain:
 		line := scratch[:m.k]
 		for n := first; n < end; n++ {
@@ -327,16 +328,28 @@ func dots(dot *[3]dotFunc, x *activations, out []float32, ldo int, w *float32, s
 // finish applies the factor of each weight row.
 func (m *matrix) finish(rows int, out []float32, ldo, first, end int) {
 	le := binary.LittleEndian
-	var factor func(n int) float32
 	switch m.format {
 	case num.FP8:
-		factor = func(int) float32 { return fp8Factor }
+		for r := range rows {
+			line := out[r*ldo+first : r*ldo+end]
+			for i := range line {
+				line[i] *= fp8Factor
+			}
+		}
 	case num.FP8RowBF16:
-		s := m.scales[2*m.w.First:]
-		factor = func(n int) float32 { return fp8Factor * num.FromBF16(le.Uint16(s[2*n:])) }
+		s := m.scales[2*(m.w.First+first):]
+		for r := range rows {
+			for i, v := range out[r*ldo+first : r*ldo+end] {
+				out[r*ldo+first+i] = v * (fp8Factor * num.FromBF16(le.Uint16(s[2*i:])))
+			}
+		}
 	case num.FP8RowFP32:
-		s := m.scales[4*m.w.First:]
-		factor = func(n int) float32 { return fp8Factor * math.Float32frombits(le.Uint32(s[4*n:])) }
+		s := m.scales[4*(m.w.First+first):]
+		for r := range rows {
+			for i, v := range out[r*ldo+first : r*ldo+end] {
+				out[r*ldo+first+i] = v * (fp8Factor * math.Float32frombits(le.Uint32(s[4*i:])))
+			}
+		}
 	case num.NVFP4:
 		for n := first; n < end; {
 			e := (m.w.First + n) / m.expertRows
@@ -349,15 +362,6 @@ func (m *matrix) finish(rows int, out []float32, ldo, first, end int) {
 				}
 			}
 			n = last
-		}
-		return
-	default:
-		return
-	}
-	for n := first; n < end; n++ {
-		f := factor(n)
-		for r := range rows {
-			out[r*ldo+n] *= f
 		}
 	}
 }

@@ -148,6 +148,8 @@ type step[T value] struct {
 	bufs    [][]T
 	carries bool            // some operation leaves carried rows
 	stem    backend.StateID // positions of the carried rows, for a drafter's pass
+	vocab   int             // ids there are embeddings for
+	hidden  int             // values of an embedding
 	pass    pass[T]
 }
 
@@ -171,8 +173,11 @@ func (m *machine[T]) Compile(p *backend.Program) (backend.Step, error) {
 		switch op := op.(type) {
 		case backend.Carry:
 			s.carries = true
+		case backend.Embed:
+			s.vocab, s.hidden = op.W.N, op.W.Cols()
 		case backend.Stem:
 			s.stem, stem = op.Positions, true
+			s.vocab, s.hidden = op.W.Embed.N, op.W.Embed.Cols()
 		}
 	}
 	if drafting := p.Pass.Kind == backend.Draft || p.Pass.Kind == backend.Seed; drafting != stem {
@@ -286,6 +291,14 @@ func (p *pass[T]) begin(c *backend.Control) error {
 		}
 		if p.kind == backend.Decode && n != 1 {
 			return fmt.Errorf("lane %d: %d rows to decode, need one", in.Lane, n)
+		}
+		for j, t := range in.Tokens {
+			if t < 0 || int(t) >= p.step.vocab {
+				return fmt.Errorf("lane %d: token %d is not in a vocabulary of %d", in.Lane, t, p.step.vocab)
+			}
+			if in.Media != nil && (len(in.Media) != n || in.Media[j] != nil && len(in.Media[j]) != p.step.hidden) {
+				return fmt.Errorf("lane %d: media rows do not match %d tokens of %d values", in.Lane, n, p.step.hidden)
+			}
 		}
 		base := img.length
 		if drafting {

@@ -197,6 +197,11 @@ func refuses(t *testing.T, dev Backend) {
 	bad("no positions", backend.Decode, backend.LaneRows{Tokens: []int32{1}})
 	bad("more rows to verify than made for", backend.Verify, r.text(0, backend.WantLast, 1, 2, 3, 4, 5, 6, 7))
 	bad("more tokens than an image has", backend.Prefill, r.text(0, backend.WantNone, make([]int32, 96)...))
+	bad("no such token", backend.Decode, r.text(0, backend.WantNone, int32(m.Shape.Vocab)))
+	bad("negative token", backend.Decode, r.text(0, backend.WantNone, -1))
+	media := r.text(0, backend.WantNone, 1)
+	media.Media = [][]float32{make([]float32, m.Shape.H+1)}
+	bad("media row too long", backend.Decode, media)
 	bad("chain without a draft", backend.Draft, backend.LaneRows{Lane: 1, Tokens: []int32{1}, Chain: true})
 	bad("drafts without carried rows", backend.Draft, backend.LaneRows{Lane: 1, Tokens: []int32{1}})
 	if err := r.dev.Commit(0, 1); err == nil {
