@@ -640,3 +640,25 @@ func TestRetryAfter(t *testing.T) {
 		t.Error(d)
 	}
 }
+
+// FuzzName: a name that is accepted stays below the folder on every system, and out of our own corner of it.
+func FuzzName(f *testing.F) {
+	for _, s := range []string{"a/b.json", "../x", "a/../../x", `a\..\x`, "C:x", "/x", "a//b", ".", "con", "a/.ninfer-pull/x", "x.", "ä/😀"} {
+		f.Add(s)
+	}
+	f.Fuzz(func(t *testing.T, name string) {
+		if checkName(name) != nil {
+			return
+		}
+		root := filepath.FromSlash("/root/of/it")
+		rel, err := filepath.Rel(root, filepath.Join(root, name))
+		if err != nil || filepath.ToSlash(rel) != name {
+			t.Errorf("%q leads to %q: %v", name, rel, err)
+		}
+		for _, part := range strings.FieldsFunc(name, func(r rune) bool { return r == '/' || r == '\\' || r == ':' }) {
+			if part == ".." || strings.EqualFold(part, ".ninfer-pull") || strings.HasSuffix(part, ".") {
+				t.Errorf("%q was accepted", name)
+			}
+		}
+	})
+}
