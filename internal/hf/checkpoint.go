@@ -246,7 +246,7 @@ func (c *Checkpoint) openShard(i int) error {
 	path := filepath.Join(c.dir, s.name)
 	var err error
 	if s.mem, err = mmap.Open(path); err != nil {
-		if errors.Is(err, fs.ErrNotExist) {
+		if errors.Is(err, fs.ErrNotExist) && c.tensors != nil {
 			return errors.New("in the index, but no such file")
 		}
 		return err

@@ -385,3 +385,27 @@ func TestOpenFile(t *testing.T) {
 		t.Errorf("missing file: %v", err)
 	}
 }
+
+// TestOpenWithout: unwanted tensors do not exist, and a shard of nothing else need not be there.
+func TestOpenWithout(t *testing.T) {
+	const two = `{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[1],"data_offsets":[2,3]}}`
+	without := func(name string) bool { return name == "b" || name == "c" }
+	for name, content := range map[string]map[string][]byte{
+		"index":  {indexName: []byte(`{"weight_map":{"a":"s","b":"s","c":"absent"}}`), "s": shardOf(two, 3)},
+		"single": {singleName: shardOf(two, 3)},
+	} {
+		content["config.json"] = []byte("{}")
+		c, err := OpenWithout(files(t, content), without)
+		if err != nil {
+			t.Errorf("%s: %v", name, err)
+			continue
+		}
+		if !slices.Equal(c.Names(), []string{"a"}) || c.Has("b") || len(c.Files()) != 1 {
+			t.Errorf("%s: %q in %q", name, c.Names(), c.Files())
+		}
+		c.Close()
+	}
+	if _, err := OpenFile(filepath.Join(t.TempDir(), "absent")); err == nil || strings.Contains(err.Error(), "index") || !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("missing file: %v", err)
+	}
+}
