@@ -97,7 +97,7 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 func (c *conversion) run(ctx context.Context) (*Report, error) {
 	start := time.Now()
 	for _, check := range []func(context.Context) error{
-		c.checkOptions, c.checkOutput, c.readConfig, c.readResources, c.makePlan, c.openTable, c.checkPins, c.openModel, c.checkTensors,
+		c.checkOptions, c.checkOutput, c.readConfig, c.readResources, c.makePlan, c.readTable, c.checkPins, c.openTable, c.openModel, c.checkTensors,
 		c.checkScales, c.measureTables, c.choose,
 	} {
 		if err := check(ctx); err != nil {

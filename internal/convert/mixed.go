@@ -28,8 +28,8 @@ const (
 	packedScales = "weight_scale"
 )
 
-// openTable opens the folder of the INT4 table and checks it whole but for its words: S20.
-func (c *conversion) openTable(context.Context) error {
+// readTable reads what the folder of the INT4 table says of itself: S20.
+func (c *conversion) readTable(context.Context) error {
 	if c.variant.Profile != arch.Mixed {
 		return nil
 	}
@@ -64,9 +64,21 @@ func (c *conversion) openTable(context.Context) error {
 			return fail(Source, "%s: %s is %v, need %v", path, m.name, m.has, m.need)
 		}
 	}
+	return nil
+}
+
+// openTable opens the shards of the INT4 table. Their words are checked when they are copied.
+func (c *conversion) openTable(context.Context) error {
+	if c.variant.Profile != arch.Mixed {
+		return nil
+	}
+	g, t := c.config.Text.Ngram(0), &c.config.Text
 	rows := int(g.Rows) / t.NgramParts
 	for i := range t.NgramParts {
 		f, err := hf.OpenFile(filepath.Join(c.PLE, "shard_"+strconv.Itoa(i)+".safetensors"))
+		if errors.Is(err, fs.ErrNotExist) { // the folder is there, so it is not whole
+			return fail(Source, "n-gram table: %w", err)
+		}
 		if err != nil {
 			return classify(Source, fmt.Errorf("n-gram table: %w", err))
 		}

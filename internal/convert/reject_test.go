@@ -2,7 +2,6 @@ package convert
 
 import (
 	"context"
-	"encoding/binary"
 	"encoding/json/jsontext"
 	"encoding/json/v2"
 	"errors"
@@ -17,6 +16,7 @@ import (
 	"testing"
 
 	"ninfer/internal/artifact"
+	"ninfer/internal/convert/converttest"
 )
 
 // refuse runs a conversion that must fail with the class and one line that has all the parts, and must leave in the output's
@@ -248,12 +248,12 @@ func TestConfig(t *testing.T) {
 		{[]string{vision, "hidden_size"}, `144`, Source, "model.visual."},
 		{[]string{vision, "intermediate_size"}, `256`, Source, "linear_fc1"},
 	} {
-		dir := clone(t, micro)
+		dir := converttest.Clone(t, micro)
 		editJSON(t, filepath.Join(dir, "config.json"), tt.value, tt.path...)
 		t.Run(strings.Join(tt.path, ".")+"="+tt.value, func(t *testing.T) { refuse(t, Options{Model: dir}, tt.class, tt.part) })
 	}
 	for _, bad := range []string{``, `{`, `[]`, "{\"model_type\":\"a\",\"model_type\":\"a\"}", "\xff"} {
-		dir := clone(t, micro)
+		dir := converttest.Clone(t, micro)
 		if err := os.WriteFile(filepath.Join(dir, "config.json"), []byte(bad), 0o666); err != nil {
 			t.Fatal(err)
 		}
@@ -267,7 +267,7 @@ func TestResources(t *testing.T) {
 		"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "preprocessor_config.json",
 		"video_preprocessor_config.json",
 	} {
-		dir := clone(t, micro)
+		dir := converttest.Clone(t, micro)
 		path := filepath.Join(dir, name)
 		if err := os.Truncate(path, 0); err != nil {
 			t.Fatal(err)
@@ -278,7 +278,7 @@ func TestResources(t *testing.T) {
 		}
 		refuse(t, Options{Model: dir}, IO, name)
 	}
-	dir := clone(t, micro)
+	dir := converttest.Clone(t, micro)
 	if err := os.WriteFile(filepath.Join(dir, "tokenizer.json"), []byte("{}"), 0o666); err != nil {
 		t.Fatal(err)
 	}
@@ -287,60 +287,62 @@ func TestResources(t *testing.T) {
 
 const layer0 = "model.language_model.layers.0."
 
-func scalar(x float64) []byte {
-	return binary.LittleEndian.AppendUint32(nil, math.Float32bits(float32(x)))
-}
+func scalar(x float64) []byte { return converttest.F32(float32(x)) }
 
 // TestTensors is S7 to S9, S11 to S15: each case changes one thing of the checkpoint.
 func TestTensors(t *testing.T) {
-	golden := tensors(t, micro)
+	golden := converttest.Tensors(t, micro)
 	gate, up := layer0+"mlp.experts.3.gate_proj.", layer0+"mlp.experts.3.up_proj."
-	patch := func(name string, f func(*raw)) func(map[string]raw) {
-		return func(m map[string]raw) {
+	patch := func(name string, f func(*converttest.Raw)) func(map[string]converttest.Raw) {
+		return func(m map[string]converttest.Raw) {
 			x, ok := m[name]
 			if !ok {
 				t.Fatalf("no tensor %s", name)
 			}
-			x.data, x.shape = slices.Clone(x.data), slices.Clone(x.shape)
+			x.Data, x.Shape = slices.Clone(x.Data), slices.Clone(x.Shape)
 			f(&x)
 			m[name] = x
 		}
 	}
-	set := func(name string, data []byte) func(map[string]raw) {
-		return patch(name, func(x *raw) { x.data = data })
+	set := func(name string, data []byte) func(map[string]converttest.Raw) {
+		return patch(name, func(x *converttest.Raw) { x.Data = data })
 	}
-	both := func(a, b func(map[string]raw)) func(map[string]raw) { return func(m map[string]raw) { a(m); b(m) } }
+	both := func(a, b func(map[string]converttest.Raw)) func(map[string]converttest.Raw) {
+		return func(m map[string]converttest.Raw) { a(m); b(m) }
+	}
 	const nan, inf = "\xc0\x7f", "\x80\xff" // BF16 words
-	word := func(name string, at int, bf16 string) func(map[string]raw) {
-		return patch(name, func(x *raw) { copy(x.data[2*at:], bf16) })
+	word := func(name string, at int, bf16 string) func(map[string]converttest.Raw) {
+		return patch(name, func(x *converttest.Raw) { copy(x.Data[2*at:], bf16) })
 	}
 	for _, tt := range []struct {
 		name  string
-		edit  func(map[string]raw)
+		edit  func(map[string]converttest.Raw)
 		class Class
 		parts []string
 	}{
-		{"extra", func(m map[string]raw) { m["lm_head.bias"] = raw{"BF16", []int{1}, []byte{0, 0}} }, Source, []string{`"lm_head.bias" is not expected`}},
-		{"two extra", func(m map[string]raw) {
-			m["zz"] = raw{"BF16", []int{1}, []byte{0, 0}}
-			m["aa"] = raw{"BF16", []int{1}, []byte{0, 0}}
+		{"extra", func(m map[string]converttest.Raw) {
+			m["lm_head.bias"] = converttest.Raw{DType: "BF16", Shape: []int{1}, Data: []byte{0, 0}}
+		}, Source, []string{`"lm_head.bias" is not expected`}},
+		{"two extra", func(m map[string]converttest.Raw) {
+			m["zz"] = converttest.Raw{DType: "BF16", Shape: []int{1}, Data: []byte{0, 0}}
+			m["aa"] = converttest.Raw{DType: "BF16", Shape: []int{1}, Data: []byte{0, 0}}
 		}, Source, []string{`"aa" is not expected`, "1 more"}},
-		{"missing", func(m map[string]raw) { delete(m, gate+"weight_scale") }, Source, []string{gate + `weight_scale" is missing`}},
-		{"two missing", func(m map[string]raw) { delete(m, gate+"weight"); delete(m, up+"weight") }, Source, []string{gate + `weight" is missing`, "1 more"}},
-		{"no multiplier", func(m map[string]raw) {
+		{"missing", func(m map[string]converttest.Raw) { delete(m, gate+"weight_scale") }, Source, []string{gate + `weight_scale" is missing`}},
+		{"two missing", func(m map[string]converttest.Raw) { delete(m, gate+"weight"); delete(m, up+"weight") }, Source, []string{gate + `weight" is missing`, "1 more"}},
+		{"no multiplier", func(m map[string]converttest.Raw) {
 			delete(m, "model.language_model.layers.1.ple.ple_embedding.ngram_embedding.weight_scale")
 		}, Source, []string{`ngram_embedding.weight_scale" is missing`}},
-		{"renamed", func(m map[string]raw) {
+		{"renamed", func(m map[string]converttest.Raw) {
 			m["lm_head.weights"] = m["lm_head.weight"]
 			delete(m, "lm_head.weight")
 		}, Source, []string{`"lm_head.weight" is missing`}},
-		{"dtype", patch(layer0+"mlp.gate.weight", func(x *raw) { x.dtype = "F16" }), Source, []string{layer0 + "mlp.gate.weight", "F16", "BF16", "model-0000"}},
-		{"unknown dtype", patch(layer0+"mlp.gate.weight", func(x *raw) { x.dtype = "I16" }), Source, []string{layer0 + "mlp.gate.weight", "I16"}},
-		{"bf16 table", patch("model.language_model.layers.1.ple.ple_embedding.ngram_embedding.shard_0.weight", func(x *raw) {
-			x.dtype, x.data = "BF16", append(x.data, x.data...)
+		{"dtype", patch(layer0+"mlp.gate.weight", func(x *converttest.Raw) { x.DType = "F16" }), Source, []string{layer0 + "mlp.gate.weight", "F16", "BF16", "model-0000"}},
+		{"unknown dtype", patch(layer0+"mlp.gate.weight", func(x *converttest.Raw) { x.DType = "I16" }), Source, []string{layer0 + "mlp.gate.weight", "I16"}},
+		{"bf16 table", patch("model.language_model.layers.1.ple.ple_embedding.ngram_embedding.shard_0.weight", func(x *converttest.Raw) {
+			x.DType, x.Data = "BF16", append(x.Data, x.Data...)
 		}), Source, []string{"shard_0", "BF16"}},
-		{"shape", patch(layer0+"mlp.gate.weight", func(x *raw) { x.shape[0], x.shape[1] = x.shape[1], x.shape[0] }), Source, []string{layer0 + "mlp.gate.weight", "shape"}},
-		{"scale of rank 1", patch(gate+"weight_scale_2", func(x *raw) { x.shape = []int{1} }), Source, []string{gate + "weight_scale_2", "[1]"}},
+		{"shape", patch(layer0+"mlp.gate.weight", func(x *converttest.Raw) { x.Shape[0], x.Shape[1] = x.Shape[1], x.Shape[0] }), Source, []string{layer0 + "mlp.gate.weight", "shape"}},
+		{"scale of rank 1", patch(gate+"weight_scale_2", func(x *converttest.Raw) { x.Shape = []int{1} }), Source, []string{gate + "weight_scale_2", "[1]"}},
 		{"gate and up weight_scale_2", set(gate+"weight_scale_2", scalar(0.25)), Source, []string{up + "weight_scale_2", gate + "weight_scale_2", "differs"}},
 		{"gate and up input_scale", set(up+"input_scale", scalar(0.25)), Source, []string{up + "input_scale", gate + "input_scale", "differs"}},
 		{"zero weight_scale_2", set(gate+"weight_scale_2", scalar(0)), Source, []string{gate + "weight_scale_2", "multiplier 0"}},
@@ -348,35 +350,35 @@ func TestTensors(t *testing.T) {
 		{"nan weight_scale_2", both(set(gate+"weight_scale_2", scalar(math.NaN())), set(up+"weight_scale_2", scalar(math.NaN()))), Source, []string{gate + "weight_scale_2", "NaN"}},
 		{"infinite input_scale", set(layer0+"mlp.experts.0.down_proj.input_scale", scalar(math.Inf(1))), Source, []string{"down_proj.input_scale", "Inf"}},
 		{"tiny weight_scale_2", set(layer0+"mlp.experts.0.down_proj.weight_scale_2", scalar(1e-40)), Source, []string{"down_proj.weight_scale_2", "reciprocal"}},
-		{"signed block scale", patch(up+"weight_scale", func(x *raw) { x.data[9] = 0x80 }), Source, []string{up + "weight_scale", "0x80", "row 1 group 1"}},
-		{"nan block scale", patch(layer0+"mlp.experts.7.down_proj.weight_scale", func(x *raw) { x.data[len(x.data)-1] = 0x7f }), Source, []string{"experts.7.down_proj.weight_scale", "0x7f"}},
+		{"signed block scale", patch(up+"weight_scale", func(x *converttest.Raw) { x.Data[9] = 0x80 }), Source, []string{up + "weight_scale", "0x80", "row 1 group 1"}},
+		{"nan block scale", patch(layer0+"mlp.experts.7.down_proj.weight_scale", func(x *converttest.Raw) { x.Data[len(x.Data)-1] = 0x7f }), Source, []string{"experts.7.down_proj.weight_scale", "0x7f"}},
 		{"nan head", word("lm_head.weight", 128*5+7, nan), Encode, []string{"lm_head.weight", "row 5 column 7", "NaN"}},
 		{"infinite vision", word("model.visual.blocks.0.attn.qkv.weight", 0, inf), Encode, []string{"blocks.0.attn.qkv.weight", "Inf"}},
 		{"overflow vision", word("model.visual.merger.linear_fc1.weight", 0, "\x7f\x7f"), Encode, []string{"merger.linear_fc1.weight", "row 0 column 0"}},
-		{"other index constants", patch("model.language_model.layers.1.ple.ple_embedding.ngram_heads_offsets", func(x *raw) { x.data[8]++ }), Source, []string{"ngram_heads_offsets"}},
+		{"other index constants", patch("model.language_model.layers.1.ple.ple_embedding.ngram_heads_offsets", func(x *converttest.Raw) { x.Data[8]++ }), Source, []string{"ngram_heads_offsets"}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			dir := clone(t, micro)
-			m := map[string]raw{}
+			dir := converttest.Clone(t, micro)
+			m := map[string]converttest.Raw{}
 			for k, v := range golden {
 				m[k] = v
 			}
 			tt.edit(m)
-			save(t, dir, m)
+			converttest.Save(t, dir, m)
 			refuse(t, Options{Model: dir}, tt.class, tt.parts...)
 		})
 	}
 
 	// The int64 tensors may be absent; NaN words in what is only copied are kept.
-	dir := clone(t, micro)
-	m := tensors(t, micro)
+	dir := converttest.Clone(t, micro)
+	m := converttest.Tensors(t, micro)
 	for name, x := range m {
-		if x.dtype == "I64" {
+		if x.DType == "I64" {
 			delete(m, name)
 		}
 	}
 	word("model.language_model.embed_tokens.weight", 3, nan)(m)
-	save(t, dir, m)
+	converttest.Save(t, dir, m)
 	_, f := convert(t, Options{Model: dir, Out: filepath.Join(t.TempDir(), output)})
 	if x, err := f.Tensor("model.language_model.embed_tokens.weight"); err != nil || string(x.Data[6:8]) != nan {
 		t.Errorf("NaN word was not kept: %v", err)
@@ -399,7 +401,7 @@ func TestShards(t *testing.T) {
 		{"broken index", func(dir string) error { return truncate(filepath.Join(dir, index), 10) }, []string{index}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			dir := clone(t, micro)
+			dir := converttest.Clone(t, micro)
 			if err := tt.edit(dir); err != nil {
 				t.Fatal(err)
 			}

@@ -1,7 +1,6 @@
 package convert
 
 import (
-	"bytes"
 	"encoding/binary"
 	"math/rand/v2"
 	"os"
@@ -10,6 +9,9 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"ninfer/internal/arch"
+	"ninfer/internal/convert/converttest"
 )
 
 // TestShortlist: cases worked out by hand from artifact.md 2.9.
@@ -58,7 +60,7 @@ func TestRankingFile(t *testing.T) {
 		t.Fatal(err)
 	}
 	r, f := convert(t, Options{Model: micro, Out: filepath.Join(t.TempDir(), output), DraftRanking: path})
-	checkContent(t, micro, f, 256, counts)
+	checkContent(t, micro, arch.Variant{Profile: arch.Radixark}, f, 256, counts)
 	if r.ProposalShortlist != "frequency-rank-plus-lm-head-norm-rank" || r.DraftRanking == nil || r.DraftRanking.SHA256 != digest(data) {
 		t.Errorf("report: %s %+v", r.ProposalShortlist, r.DraftRanking)
 	}
@@ -70,11 +72,11 @@ func TestRankingFile(t *testing.T) {
 
 // TestMemory: an object much larger than everything else passes through in chunks. All that is ever allocated bounds the peak.
 func TestMemory(t *testing.T) {
-	dir := clone(t, micro)
-	m := tensors(t, micro)
+	dir := converttest.Clone(t, micro)
+	m := converttest.Tensors(t, micro)
 	const table = "model.language_model.layers.1.ple.ple_embedding."
 	for name := range m {
-		if strings.HasPrefix(name, table+"ngram_embedding.shard_") || m[name].dtype == "I64" {
+		if strings.HasPrefix(name, table+"ngram_embedding.shard_") || m[name].DType == "I64" {
 			delete(m, name)
 		}
 	}
@@ -93,9 +95,9 @@ func TestMemory(t *testing.T) {
 	rows = (rows + 127) / 128 * 128
 	zeros := make([]byte, rows/4*16)
 	for _, i := range []string{"0", "1", "2", "3"} {
-		m[table+"ngram_embedding.shard_"+i+".weight"] = raw{"F8_E4M3", []int{rows / 4, 16}, zeros}
+		m[table+"ngram_embedding.shard_"+i+".weight"] = converttest.Raw{DType: "F8_E4M3", Shape: []int{rows / 4, 16}, Data: zeros}
 	}
-	save(t, dir, m)
+	converttest.Save(t, dir, m)
 
 	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(2))
 	var before, after runtime.MemStats
@@ -110,23 +112,5 @@ func TestMemory(t *testing.T) {
 	t.Logf("%d MiB written in %d files, %d MiB allocated", r.FileBytes>>20, len(r.Files), got>>20)
 	if r.FileBytes < 2*allowed || got > allowed {
 		t.Errorf("%d bytes allocated for an artifact of %d", got, r.FileBytes)
-	}
-}
-
-// TestParallelism: the number of cores does not enter the bytes.
-func TestParallelism(t *testing.T) {
-	var want []byte
-	for _, n := range []int{1, 3, 8} {
-		func() {
-			defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(n))
-			_, f := convert(t, Options{Model: micro, Out: filepath.Join(t.TempDir(), output)})
-			got := read(t, f.Path())
-			if want == nil {
-				want = got
-			}
-			if !bytes.Equal(got, want) {
-				t.Errorf("%d workers give other bytes", n)
-			}
-		}()
 	}
 }
