@@ -47,6 +47,11 @@ func TestEncodeRefusals(t *testing.T) {
 	rows := Options{Profile: "swift", ProjectionFormat: "fp8_e4m3fn_row_bf16"}
 	draft := Options{Profile: "swift", MTPExpertFormat: "nvfp4"}
 	mixed := Options{Profile: "mixed"}
+	folders, golden := map[arch.Profile][2]string{}, map[arch.Profile]map[string]converttest.Raw{}
+	for _, p := range []arch.Profile{arch.Swift, arch.Mixed} {
+		model, ple := sources(t, p)
+		folders[p], golden[p] = [2]string{model, ple}, converttest.Tensors(t, model)
+	}
 	for _, tt := range []struct {
 		name  string
 		o     Options
@@ -82,8 +87,8 @@ func TestEncodeRefusals(t *testing.T) {
 		t.Run(tt.name, func(t *testing.T) {
 			t.Parallel()
 			o, v := tt.o, variant(t, tt.o)
-			o.Model, o.PLE = sources(t, v.Profile)
-			m := converttest.Tensors(t, o.Model)
+			o.Model, o.PLE = converttest.Clone(t, folders[v.Profile][0]), folders[v.Profile][1]
+			m := maps.Clone(golden[v.Profile])
 			tt.edit(m)
 			converttest.Save(t, o.Model, m)
 			o.Out = filepath.Join(t.TempDir(), v.OutputName())
@@ -92,11 +97,12 @@ func TestEncodeRefusals(t *testing.T) {
 	}
 
 	// What is only copied may hold anything; an expert of zeros has an encoding in profile A.
-	dir, ple := sources(t, arch.Mixed)
-	m := converttest.Tensors(t, dir)
+	dir, ple := folders[arch.Mixed][0], folders[arch.Mixed][1]
+	dir = converttest.Clone(t, dir)
+	m := maps.Clone(golden[arch.Mixed])
 	word("lm_head.weight", 3, nan)(m)
 	zero(bank, 128*128*2*5, 128*128*2*6)(m)
-	converttest.Save(t, dir, maps.Clone(m))
+	converttest.Save(t, dir, m)
 	_, f := convert(t, Options{Profile: "mixed", Model: dir, PLE: ple, Out: filepath.Join(t.TempDir(), mixedOutput)})
 	if x, err := f.Tensor("text/output_head"); err != nil || string(x.Data[6:8]) != nan {
 		t.Errorf("NaN word was not kept: %v", err)

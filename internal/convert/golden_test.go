@@ -90,14 +90,20 @@ func variant(t testing.TB, o Options) arch.Variant {
 // TestVariants: every variant holds what its checkpoint does, and is the same to the bit whatever the number of workers, the size of pieces
 // and the size of files.
 func TestVariants(t *testing.T) {
+	t.Parallel()
 	if len(variants) != 13 {
 		t.Fatalf("%d variants", len(variants))
+	}
+	folders := map[arch.Profile][2]string{}
+	for _, p := range []arch.Profile{arch.Radixark, arch.Swift, arch.Mixed} {
+		model, ple := sources(t, p)
+		folders[p] = [2]string{model, ple}
 	}
 	for _, o := range variants {
 		v := variant(t, o)
 		t.Run(v.OutputName(), func(t *testing.T) {
 			t.Parallel()
-			o.Model, o.PLE = sources(t, v.Profile)
+			o.Model, o.PLE = folders[v.Profile][0], folders[v.Profile][1]
 			o.Out = filepath.Join(t.TempDir(), v.OutputName())
 			r, f := convert(t, o)
 			if v.Profile == arch.Mixed {
@@ -113,7 +119,7 @@ func TestVariants(t *testing.T) {
 			for _, other := range []struct {
 				workers, chunk int
 				limit          int64
-			}{{1, 0, 0}, {2, 5000, 0}, {1, 1 << 20, 1 << 20}, {7, 3001, 1<<20 + 12345}} {
+			}{{1, 0, 0}, {2, 1 << 16, 0}, {2, 0, 1 << 20}, {7, 50001, 1<<20 + 12345}} {
 				c := o
 				c.Out = filepath.Join(t.TempDir(), v.OutputName())
 				c.workers, c.chunk, c.MaxFileBytes = other.workers, other.chunk, other.limit
@@ -178,6 +184,7 @@ func checkFormats(t *testing.T, r *Report, v arch.Variant) {
 
 // TestGolden converts the golden checkpoints: in a fresh clone the first.
 func TestGolden(t *testing.T) {
+	t.Parallel()
 	for _, tt := range []struct {
 		folder string
 		o      Options

@@ -199,6 +199,7 @@ func checkPackedBank(t *testing.T, b artifact.Object, decode func([]float64, int
 
 // TestMixedRefusals is S20: each case changes one thing of checkpoint or table.
 func TestMixedRefusals(t *testing.T) {
+	t.Parallel()
 	model, ple := converttest.Mixed(t, micro)
 	gate, up := layer0+"mlp.experts.3.gate_proj.", layer0+"mlp.experts.3.up_proj."
 	scales := layer0 + "linear_attn.in_proj_z.weight_scale"
@@ -334,6 +335,7 @@ func TestMixedRefusals(t *testing.T) {
 // TestMixedFolders: the INT4 table may be named by the repository that has its folder, and what the index says of a BF16 table need not be
 // there.
 func TestMixedFolders(t *testing.T) {
+	t.Parallel()
 	model, ple := converttest.Mixed(t, micro)
 	_, want := convert(t, Options{Profile: "mixed", Model: model, PLE: ple, Out: filepath.Join(t.TempDir(), mixedOutput)})
 	repository := t.TempDir()
@@ -364,6 +366,7 @@ func TestMixedFolders(t *testing.T) {
 
 // TestPins: the official model must come from the published revisions, where the folders tell, and have the published files (S20).
 func TestPins(t *testing.T) {
+	t.Parallel()
 	dir := converttest.Clone(t, micro)
 	if err := os.WriteFile(filepath.Join(dir, "config.json"), read(t, "../arch/official.json"), 0o666); err != nil {
 		t.Fatal(err)

@@ -67,15 +67,15 @@ func TestKill(t *testing.T) {
 	t.Logf("an undisturbed conversion takes %v; seed %d", took, seed)
 	rng := rand.New(rand.NewPCG(seed, 0))
 	early, late := 0, 0
-	for i := range 20 {
+	for i := range 12 {
 		dir := t.TempDir()
 		out := filepath.Join(dir, output)
 		cmd := child(out)
 		if err := cmd.Start(); err != nil {
 			t.Fatal(err)
 		}
-		// One part of the run after another, so that twenty runs reach all of them.
-		time.Sleep(time.Duration((float64(i) + rng.Float64()) / 20 * float64(took)))
+		// One part of the run after another, so that twelve runs reach all of them.
+		time.Sleep(time.Duration((float64(i) + rng.Float64()) / 12 * float64(took)))
 		if err := cmd.Process.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
 			t.Fatal(err)
 		}

@@ -291,6 +291,7 @@ func scalar(x float64) []byte { return converttest.F32(float32(x)) }
 
 // TestTensors is S7 to S9, S11 to S15: each case changes one thing of the checkpoint.
 func TestTensors(t *testing.T) {
+	t.Parallel()
 	golden := converttest.Tensors(t, micro)
 	gate, up := layer0+"mlp.experts.3.gate_proj.", layer0+"mlp.experts.3.up_proj."
 	patch := func(name string, f func(*converttest.Raw)) func(map[string]converttest.Raw) {
