@@ -148,7 +148,7 @@ func TestFastGolden(t *testing.T) {
 
 // Whatever the number of workers, the same bits; and Close ends them all.
 func TestFastThreads(t *testing.T) {
-	defer goleak.VerifyNone(t)
+	defer goleak.VerifyNone(t, goleak.IgnoreCurrent())
 	f := micro.artifact(t, "fp8_e4m3fn_row_bf16")
 	cases, _ := micro.cases(t)
 	ids := cases["budget"].Tokens
