@@ -22,6 +22,8 @@ type Batch struct {
 	cost     roundCost
 	last     RequestID // the highest that was added
 	now      func() time.Time
+	sums     Activity // its sums only
+	ledger   ledger
 }
 
 // BatchOptions size a batch.
@@ -57,9 +59,11 @@ func NewBatch(r *model.Runner, o BatchOptions) (*Batch, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Batch{
+	b := &Batch{
 		runner: r, options: o, sched: s, requests: map[RequestID]*running{}, lanes: make([]*running, o.Lanes), now: time.Now,
-	}, nil
+	}
+	b.publish(false)
+	return b, nil
 }
 
 // Check tells why Add would refuse a request, load apart.
@@ -102,6 +106,7 @@ func (b *Batch) Add(ctx context.Context, id RequestID, req Request, onRun func()
 	}
 	b.requests[id] = r
 	b.last = max(b.last, id)
+	b.publish(false)
 	return nil
 }
 
@@ -139,6 +144,7 @@ func (b *Batch) Step() (bool, error) {
 		r := b.requests[a.ID]
 		r.g.lane, r.begun = a.Lane, b.now()
 		b.lanes[a.Lane] = r
+		b.sums.PromptTokens += int64(len(r.g.req.Prompt))
 		if err := b.runner.Dev.Reset(backend.Lane(a.Lane)); err != nil {
 			return false, err
 		}
@@ -149,6 +155,8 @@ func (b *Batch) Step() (bool, error) {
 			r.g.req.Progress(0)
 		}
 	}
+	b.publish(u.Prefill.Last)
+	defer b.publish(false)
 	switch {
 	case u.Prefill.Rows > 0:
 		return true, b.prefill(b.lanes[u.Prefill.Lane], u.Prefill)
@@ -186,6 +194,7 @@ func (b *Batch) prefill(r *running, c Chunk) error {
 		return err
 	}
 	r.rows = r.rows[c.Rows:]
+	b.sums.PrefillTokens += int64(c.Rows)
 	if len(g.out.IDs) == 0 && g.req.Progress != nil {
 		g.req.Progress(c.First + c.Rows)
 	}
@@ -203,7 +212,10 @@ func (b *Batch) prefill(r *running, c Chunk) error {
 		b.end(r, nil)
 		return nil
 	}
-	b.after(r, g.publish(res, why))
+	before := g.out.Stats
+	err = g.publish(res, why)
+	b.tally(before, g.out.Stats, 0, false)
+	b.after(r, err)
 	return nil
 }
 
@@ -223,9 +235,9 @@ func (b *Batch) round(lanes []int) error {
 		rows += r.g.drafts + 1
 		passes = max(passes, r.g.drafts)
 	}
-	accepted := make([]int, len(gs))
+	before := make([]Stats, len(gs))
 	for i, g := range gs {
-		accepted[i] = g.out.Stats.Accepted
+		before[i] = g.out.Stats
 	}
 	start := b.now()
 	if err := round(b.runner, gs); err != nil {
@@ -235,8 +247,9 @@ func (b *Batch) round(lanes []int) error {
 	for i, l := range lanes {
 		r := b.lanes[l]
 		if r.policy != nil && r.g.drafts > 0 {
-			r.policy.observe(r.g.drafts, r.g.out.Stats.Accepted-accepted[i])
+			r.policy.observe(r.g.drafts, r.g.out.Stats.Accepted-before[i].Accepted)
 		}
+		b.tally(before[i], r.g.out.Stats, len(r.g.pending)-1, true)
 		b.after(r, r.g.err)
 	}
 	return nil
@@ -263,6 +276,7 @@ func (b *Batch) end(r *running, err error) {
 	if !r.first.IsZero() {
 		r.g.out.Stats.Decode = b.now().Sub(r.first)
 	}
+	b.publish(false)
 	if r.onDone != nil {
 		r.onDone(r.g.out, err)
 	}

@@ -160,6 +160,17 @@ func (s *Scheduler) Active() int { return s.limits.Lanes - s.idleLanes() }
 // Waiting is the number of requests without a lane.
 func (s *Scheduler) Waiting() int { return len(s.waiting) }
 
+// Decoding is the number of requests that take part in the next round.
+func (s *Scheduler) Decoding() int {
+	n := 0
+	for i := range s.lanes {
+		if s.lanes[i].decoding() {
+			n++
+		}
+	}
+	return n
+}
+
 // FreePages is the number of pages that no request has reserved.
 func (s *Scheduler) FreePages() int { return s.free }
 
