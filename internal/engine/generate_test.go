@@ -191,6 +191,38 @@ func TestInsert(t *testing.T) {
 	}
 }
 
+// A watcher may replace what the model said altogether, drafting or not.
+func TestReplace(t *testing.T) {
+	m := modeltest.Micro(t)
+	prompt := []int32{50, 60, 70, 80, 90}
+	plain := generate(t, newSingle(t, m), engine.Request{Prompt: prompt, MaxNew: 12}).IDs
+	for at := range 6 {
+		after := generate(t, newSingle(t, m), engine.Request{Prompt: slices.Concat(prompt, plain[:at], []int32{33}), MaxNew: 6}).IDs
+		want := slices.Concat(plain[:at], []int32{33}, after)
+		for _, draft := range []int{0, 1, 3} {
+			out := generate(t, newSingle(t, m), engine.Request{Prompt: prompt, MaxNew: len(want), Watcher: &replacer{at: at}, Draft: draft})
+			if !slices.Equal(out.IDs, want) {
+				t.Errorf("token %d, draft %d: %v, want %v", at, draft, out.IDs, want)
+			}
+		}
+	}
+}
+
+// replacer puts 33 in the place of the at-th token.
+type replacer struct{ at, seen int }
+
+func (r *replacer) Preview(ids []int32) engine.Verdict {
+	if n := r.at - r.seen; n >= 0 && n < len(ids) {
+		return engine.Verdict{Keep: n, Insert: []int32{33}}
+	}
+	return engine.Verdict{Keep: len(ids)}
+}
+
+func (r *replacer) Commit(ids []int32) error {
+	r.seen += len(ids)
+	return nil
+}
+
 func TestGenerateRefuses(t *testing.T) {
 	m := modeltest.Micro(t)
 	l := newSingle(t, m)

@@ -101,7 +101,7 @@ func (g *generation) scripted() []int32 {
 	return g.req.Drafter(g.out.IDs, g.drafts)
 }
 
-// settle keeps what stands of a round and returns how many of its rows the image keeps: those whose successor was kept. The last
+// settle keeps what stands of a round and returns how many of its rows the image keeps: those whose successor is in the output. The last
 // token kept, and what was inserted after it, has yet to run.
 func (g *generation) settle(res backend.LaneResult, drafts []int32) int {
 	accepted := g.accept(res, drafts)
@@ -119,9 +119,13 @@ func (g *generation) settle(res backend.LaneResult, drafts []int32) int {
 		g.out.Stats.Accepted++
 		g.out.Stats.AcceptedAt[i]++
 	}
+	rows := kept
+	if len(insert) > 0 || len(drafts) == 0 {
+		rows = max(kept, 1) // the pending token has run, and it is not the last one any more, or cannot be cut
+	}
 	sequence := slices.Concat(g.pending, accepted[:kept], insert)
-	g.pending = append(g.pending[:0], sequence[kept:]...)
-	return kept
+	g.pending = append(g.pending[:0], sequence[rows:]...)
+	return rows
 }
 
 // accept returns the drafts that stand and the token after them.
