@@ -175,6 +175,7 @@ func (o *oracle) embed(p *pass[float64], op backend.Embed) {
 			}
 		} else {
 			op.W.Decode(dst[:h], int(row.token))
+			o.roundAll(dst[:h])
 		}
 		for s := h; s < width; s += h {
 			copy(dst[s:s+h], dst[:h])
