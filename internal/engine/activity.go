@@ -52,12 +52,21 @@ func (b *Batch) publish(last bool) {
 	b.ledger.seen = a
 }
 
-// tally adds what a unit of work did for a request: its counts before and after. Insertions make the pending tokens more than one.
-func (b *Batch) tally(before, after Stats, inserted int, round bool) {
+// mark is where a request's counts stood before a unit of work.
+type mark struct {
+	stats   Stats
+	foreign int
+}
+
+func (g *generation) mark() mark { return mark{g.out.Stats, g.foreign} }
+
+// tally adds what a unit of work, a decoding round or not, did for a request.
+func (b *Batch) tally(g *generation, m mark, round bool) {
+	before, after := m.stats, g.out.Stats
 	output := after.OutputTokens - before.OutputTokens
 	b.sums.GeneratedTokens += int64(output)
 	if round {
-		b.sums.DecodeTokens += int64(output - inserted)
+		b.sums.DecodeTokens += int64(output - (g.foreign - m.foreign))
 	}
 	b.sums.Rounds += int64(after.Rounds - before.Rounds)
 	b.sums.FallbackSteps += int64(after.FallbackSteps - before.FallbackSteps)

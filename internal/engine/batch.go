@@ -212,9 +212,9 @@ func (b *Batch) prefill(r *running, c Chunk) error {
 		b.end(r, nil)
 		return nil
 	}
-	before := g.out.Stats
+	before := g.mark()
 	err = g.publish(res, why)
-	b.tally(before, g.out.Stats, 0, false)
+	b.tally(g, before, false)
 	b.after(r, err)
 	return nil
 }
@@ -235,9 +235,9 @@ func (b *Batch) round(lanes []int) error {
 		rows += r.g.drafts + 1
 		passes = max(passes, r.g.drafts)
 	}
-	before := make([]Stats, len(gs))
+	before := make([]mark, len(gs))
 	for i, g := range gs {
-		before[i] = g.out.Stats
+		before[i] = g.mark()
 	}
 	start := b.now()
 	if err := round(b.runner, gs); err != nil {
@@ -247,9 +247,9 @@ func (b *Batch) round(lanes []int) error {
 	for i, l := range lanes {
 		r := b.lanes[l]
 		if r.policy != nil && r.g.drafts > 0 {
-			r.policy.observe(r.g.drafts, r.g.out.Stats.Accepted-before[i].Accepted)
+			r.policy.observe(r.g.drafts, r.g.out.Stats.Accepted-before[i].stats.Accepted)
 		}
-		b.tally(before[i], r.g.out.Stats, len(r.g.pending)-1, true)
+		b.tally(r.g, before[i], true)
 		b.after(r, r.g.err)
 	}
 	return nil

@@ -138,6 +138,7 @@ type generation struct {
 	out     Outcome
 	pending []int32 // committed, but not yet run: at least one after the first draw
 	drafts  int     // of the next round
+	foreign int     // ids of the output that were inserted
 	err     error   // of the watcher
 }
 
@@ -217,6 +218,7 @@ func (g *generation) keep(ids []int32, rows [][]float32) (int, []int32, error) {
 	}
 	kept := slices.Concat(ids[:v.Keep], v.Insert)
 	g.out.IDs = append(g.out.IDs, kept...)
+	g.foreign += len(v.Insert)
 	if g.req.Logprobs {
 		for i, id := range kept {
 			l := Logprob{ID: id, Forced: true}
