@@ -132,3 +132,6 @@ func appendParsed(out []Event, in []parse.Event) []Event {
 	}
 	return out
 }
+
+// ReadsCalls reports whether calls of tools are looked for in the answer.
+func (p *Prepared) ReadsCalls() bool { return p.tools != nil }

@@ -23,7 +23,7 @@ type completion struct {
 type choice struct {
 	Index        int           `json:"index"`
 	Message      answerMessage `json:"message"`
-	Logprobs     *struct{}     `json:"logprobs"`
+	Logprobs     *logprobs     `json:"logprobs"`
 	FinishReason string        `json:"finish_reason"`
 }
 
@@ -109,6 +109,7 @@ func (s *Server) chat(x *exchange) {
 		if err != nil {
 			return nil, nil, false, err
 		}
+		g.wanted = req.logprobs
 		return &chatCall{generation: g, request: req, id: "chatcmpl-" + randomHex(8)}, &req.front, req.stream, nil
 	})
 }
@@ -139,7 +140,7 @@ func (c *chatCall) whole(items []item, out engine.Outcome) any {
 	}
 	return completion{
 		ID: c.id, Object: "chat.completion", Created: c.created, Model: c.server.opt.ModelID,
-		Choices: []choice{{Message: message, FinishReason: c.finishReason(out.Reason)}},
+		Choices: []choice{{Message: message, Logprobs: c.logprobs(out), FinishReason: c.finishReason(out.Reason)}},
 		Usage:   c.usage(), Timings: c.timings(out),
 	}
 }

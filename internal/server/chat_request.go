@@ -16,6 +16,7 @@ type chatRequest struct {
 	includeUsage bool
 	progress     bool // return_progress
 	tokenTimings bool // timings_per_token
+	logprobs     logprobWish
 }
 
 // chatReader reads the members of a body one after another; the first failure stays.
@@ -135,10 +136,10 @@ func (r *chatReader) logprobs() *failure {
 	case top != nil && (*top < 0 || *top > 20):
 		return bad("invalid_value", "top_logprobs", "top_logprobs is %d, must be 0 to 20", *top)
 	case want != nil && *want:
-		if stream, err := r.boolean("stream"); err == nil && stream != nil && *stream {
-			return bad("logprobs_stream_not_supported", "logprobs", "logprobs is not supported with stream")
+		if top == nil {
+			return r.wantLogprobs(0)
 		}
-		return bad("logprobs_not_supported", "logprobs", "logprobs is not supported")
+		return r.wantLogprobs(*top)
 	case top != nil && *top > 0:
 		return bad("invalid_value", "top_logprobs", "top_logprobs needs logprobs true")
 	}

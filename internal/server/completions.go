@@ -22,10 +22,10 @@ type textCompletion struct {
 }
 
 type textChoice struct {
-	Index        int       `json:"index"`
-	Text         string    `json:"text"`
-	Logprobs     *struct{} `json:"logprobs"`
-	FinishReason *string   `json:"finish_reason"`
+	Index        int           `json:"index"`
+	Text         string        `json:"text"`
+	Logprobs     *textLogprobs `json:"logprobs"`
+	FinishReason *string       `json:"finish_reason"`
 }
 
 // textCall tells an answer as Completions does.
@@ -42,6 +42,7 @@ func (s *Server) completions(x *exchange) {
 		if err != nil {
 			return nil, nil, false, err
 		}
+		g.wanted = req.logprobs
 		return &textCall{g, req, "cmpl-" + randomHex(8)}, &req.front, req.stream, nil
 	})
 }
@@ -81,15 +82,14 @@ func (r *chatReader) completionRefused() *failure {
 	} else if n != nil && *n != 1 {
 		return bad("n_not_supported", "best_of", "best_of is %d, only 1 is supported", *n)
 	}
-	if _, ok := r.given("logprobs"); ok {
-		if n, err := r.integer("logprobs"); err != nil {
-			return err
-		} else if *n < 0 || *n > 20 {
-			return bad("invalid_value", "logprobs", "logprobs is %d, must be 0 to 20", *n)
-		}
-		return bad("logprobs_not_supported", "logprobs", "logprobs is not supported")
+	n, err := r.integer("logprobs")
+	switch {
+	case err != nil || n == nil:
+		return err
+	case *n < 0 || *n > 20:
+		return bad("invalid_value", "logprobs", "logprobs is %d, must be 0 to 20", *n)
 	}
-	return nil
+	return r.wantLogprobs(*n)
 }
 
 // prompt reads a text, in which control tokens may be spelled out, or ids. A list of one prompt is that prompt.
@@ -175,6 +175,7 @@ func (c *textCall) whole(items []item, out engine.Outcome) any {
 		}
 	}
 	answer := c.chunk(text.String(), c.finishReason(out.Reason))
+	answer.Choices[0].Logprobs = c.textLogprobs(out)
 	answer.Usage, _ = json.Marshal(c.usage())
 	answer.Timings = c.timings(out)
 	return answer

@@ -2,6 +2,7 @@ package server
 
 import (
 	"context"
+	"errors"
 	"net/http"
 	"time"
 
@@ -19,6 +20,11 @@ type generation struct {
 	created  int64
 	start    time.Time
 	left     bool // the client could not be reached
+
+	wanted    logprobWish
+	draft     int // drafts a round
+	submitted time.Time
+	concluded bool
 }
 
 // protocol tells a client what a generation gives, in the shapes of one API. Its methods are called by the request's goroutine: whole,
@@ -38,10 +44,16 @@ func (s *Server) generate(x *exchange, read func(data []byte, g *generation) (p 
 	g.created = g.start.Unix()
 	if err := g.run(read); err != nil {
 		f := failureOf(err)
+		if g.ticket == nil {
+			g.reject(f)
+		}
 		s.logRefusal(x, f, err)
 		x.fail(f)
 	}
 }
+
+// errAborted is a defect of ours while an answer was written.
+var errAborted = errors.New("the answer was given up")
 
 // run returns an error while nothing of the answer has been sent.
 func (g *generation) run(read func([]byte, *generation) (protocol, *front.Request, bool, *failure)) error {
@@ -70,17 +82,34 @@ func (g *generation) run(read func([]byte, *generation) (protocol, *front.Reques
 	if g.prepared, err = m.Front.Prepare(*req); err != nil {
 		return err
 	}
+	record := g.started(req, p.name(), stream)
 	data, req.Messages, req.Prompt = nil, nil, nil
 	release()
 	release = func() {}
-	g.output = newOutput(g.prepared.Session(), &s.counters)
-	g.ticket, err = slot.Submit(engine.Request{
+	if g.draft = m.Draft; g.wanted.top > 0 {
+		g.draft = 0 // product.md 4.6
+	}
+	g.submitted = time.Now()
+	g.output = newOutput(g)
+	ticket, err := slot.Submit(engine.Request{
 		Prompt: g.prepared.Prompt, MaxNew: g.prepared.MaxNew, Sampling: engine.Sampling(g.prepared.Sampling), StopIDs: g.prepared.StopIDs,
-		Watcher: g.output, Draft: m.Draft, Progress: g.output.progress,
+		Watcher: g.output, Draft: g.draft, Progress: g.output.progress, Logprobs: g.wanted.logprobs, Top: g.wanted.top,
 	})
 	if err != nil {
 		return err
 	}
+	g.ticket = ticket
+	if record != nil {
+		s.opt.Journal.put("request_start", record)
+	}
+	// Whatever goes wrong, a request that started ends.
+	defer func() {
+		if !g.concluded {
+			slot.Release()
+			out, _ := ticket.Outcome()
+			g.conclude(p.name(), out, errAborted)
+		}
+	}()
 	if stream {
 		g.stream(ctx, cancel, p)
 		return nil
@@ -93,7 +122,7 @@ func (g *generation) whole(p protocol) error {
 	out, err := g.ticket.Outcome()
 	items := g.output.finish()
 	if err != nil {
-		g.log(p.name(), out, err)
+		g.conclude(p.name(), out, err)
 		return err
 	}
 	if out.Reason != engine.Cancelled {
@@ -103,7 +132,7 @@ func (g *generation) whole(p protocol) error {
 		g.exchange.reply(http.StatusOK, p.whole(items, out))
 		control.Flush() // under the deadline, and before the place is given back
 	}
-	g.log(p.name(), out, nil)
+	g.conclude(p.name(), out, nil)
 	return nil
 }
 
@@ -129,7 +158,7 @@ func (g *generation) stream(ctx context.Context, cancel context.CancelFunc, p pr
 				err = p.end(ev, out)
 			}
 			g.left = err != nil
-			g.log(p.name(), out, failed)
+			g.conclude(p.name(), out, failed)
 			return
 		case <-silence.C:
 			err = ev.comment("keep-alive")
@@ -141,7 +170,7 @@ func (g *generation) stream(ctx context.Context, cancel context.CancelFunc, p pr
 	g.left = true
 	cancel()
 	out, failed := g.ticket.Outcome() // within one unit of work
-	g.log(p.name(), out, failed)
+	g.conclude(p.name(), out, failed)
 }
 
 // usage is the count of tokens as OpenAI's older routes tell it.

@@ -188,6 +188,9 @@ func (s *Server) throughput(ctx context.Context) {
 				"decode", fmt.Sprintf("%.1f tok/s, %s tokens", float64(d-decode)/seconds, Count(int(d-decode))),
 				"prefill", fmt.Sprintf("%.1f tok/s, %s tokens", float64(p-prefill)/seconds, Count(int(p-prefill))),
 				"running", load.Running, "waiting", load.Waiting)
+			s.opt.Journal.put("throughput", throughputRecord{
+				seconds, d - decode, float64(d-decode) / seconds, p - prefill, float64(p-prefill) / seconds, load.Running, load.Waiting,
+			})
 		}
 		last, prefill, decode = now, p, d
 	}

@@ -14,10 +14,12 @@ type output struct {
 	session *front.Session
 	wake    chan struct{} // holds a signal if there are items
 	count   *counters
-
-	mu    sync.Mutex // above what it guards
-	items []item
-	clock clock
+	metrics *metrics
+	arrived time.Time // the request
+	queued  time.Time
+	mu      sync.Mutex // above what it guards
+	items   []item
+	clock   clock
 }
 
 // item is something to tell a client.
@@ -38,8 +40,11 @@ type clock struct {
 	output    int
 }
 
-func newOutput(s *front.Session, count *counters) *output {
-	return &output{session: s, wake: make(chan struct{}, 1), count: count}
+func newOutput(g *generation) *output {
+	return &output{
+		session: g.prepared.Session(), wake: make(chan struct{}, 1), count: &g.server.counters, metrics: g.server.metrics,
+		arrived: g.start, queued: g.submitted,
+	}
 }
 
 // Preview is of engine.Watcher.
@@ -61,6 +66,7 @@ func (o *output) Commit(ids []int32) error {
 	defer o.mu.Unlock()
 	if o.clock.first.IsZero() {
 		o.clock.first = now
+		o.metrics.firstToken.Observe(now.Sub(o.arrived).Seconds())
 	}
 	o.clock.last = now
 	o.clock.output += len(ids)
@@ -75,6 +81,7 @@ func (o *output) progress(done int) {
 	defer o.mu.Unlock()
 	if o.clock.admitted.IsZero() {
 		o.clock.admitted, o.clock.cached = now, done
+		o.metrics.queue.Observe(now.Sub(o.queued).Seconds())
 	}
 	o.count.prefill.Add(int64(done - o.clock.prompt))
 	o.clock.prompt, o.clock.processed = done, now

@@ -93,7 +93,6 @@ func TestRefusals(t *testing.T) {
 		{"response_format", with(`"response_format":{"type":"xml"}`), 400, "invalid_value", "response_format.type"},
 		{"response_format's type", with(`"response_format":"json"`), 400, "invalid_type", "response_format"},
 		{"response_format is empty", with(`"response_format":{}`), 400, "invalid_value", "response_format.type"},
-		{"logprobs", with(`"logprobs":true`), 400, "logprobs_not_supported", "logprobs"},
 		{"logprobs in a stream", with(`"logprobs":true,"stream":true`), 400, "logprobs_stream_not_supported", "logprobs"},
 		{"logprobs' type", with(`"logprobs":5`), 400, "invalid_type", "logprobs"},
 		{"top_logprobs alone", with(`"top_logprobs":3`), 400, "invalid_value", "top_logprobs"},
@@ -188,7 +187,7 @@ func TestRefusals(t *testing.T) {
 					continue
 				}
 				body = `{"stream":true,` + body[1:]
-				if c.name == "logprobs" || c.name == "top_logprobs' range" {
+				if c.name == "top_logprobs' range" {
 					continue
 				}
 			}

@@ -87,6 +87,7 @@ func (s *Server) fixed() map[string]handlers {
 		"/ready":                      get(s.readiness),
 		"/props":                      get(s.props),
 		"/openapi.yaml":               get(s.description),
+		"/metrics":                    get(s.metrics.page),
 		"/v1/models":                  get(s.models),
 		"/v1/chat/completions":        post(s.chat),
 		"/v1/chat/completions/render": post(s.renderChat),

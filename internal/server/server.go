@@ -34,6 +34,9 @@ type Options struct {
 	MaxBody int64 // most bytes of a request's body
 	Log     *slog.Logger
 
+	// Journal is the log for machines; nil is none.
+	Journal *Journal
+
 	// Page returns the handler of a file of the chat page, nil if it has none at that path. Nil is no page.
 	Page func(path string) http.Handler
 
@@ -48,6 +51,9 @@ type Model struct {
 	Front *front.Front
 	Queue *engine.Queue
 	Draft int // drafts a round
+
+	// Activity tells what the engine is doing, without waiting for it; nil leaves that out of the metrics.
+	Activity func() engine.Activity
 
 	Concurrency int    // sequences at a time
 	File        string // name of the artifact's entry file, without folders
@@ -67,6 +73,7 @@ type Server struct {
 
 	bodies   atomic.Int64 // bytes of bodies in memory
 	counters counters
+	metrics  *metrics
 }
 
 // New returns a server that is loading.
@@ -82,10 +89,14 @@ func New(opt Options) *Server {
 	if opt.MaxBody == 0 {
 		opt.MaxBody = 384 << 20
 	}
+	if opt.Log == nil {
+		opt.Log = slog.New(slog.DiscardHandler)
+	}
 	s := &Server{
 		opt: opt, key: sha256.Sum256([]byte(opt.APIKey)), created: time.Now().Unix(), ready: make(chan struct{}),
 		preparing: make(chan struct{}, runtime.GOMAXPROCS(0)),
 	}
+	s.metrics = newMetrics(s)
 	s.routes = s.fixed()
 	return s
 }
