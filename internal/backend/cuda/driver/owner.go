@@ -1,0 +1,93 @@
+package driver
+
+import (
+	"errors"
+	"runtime"
+	"sync"
+)
+
+// Owner is the one goroutine that owns a GPU. It locks its OS thread, makes the device's primary context current and runs the functions
+// given to Do, one after another.
+type Owner struct {
+	work chan job
+	done chan struct{}
+	once sync.Once
+	ctx  *Context
+}
+
+type job struct {
+	f    func(*Context) error
+	done chan outcome
+}
+
+type outcome struct {
+	err      error
+	panicked any
+}
+
+// run calls f and always answers: a panic is handed to the caller of Do, so that it surfaces where the work was asked for.
+func (j job) run(c *Context) {
+	o := outcome{err: ErrClosed} // stays if f ends the goroutine
+	defer func() {
+		o.panicked = recover()
+		j.done <- o
+	}()
+	o.err = j.f(c)
+}
+
+// ErrClosed is returned by Do after Close.
+var ErrClosed = errors.New("cuda: the device has been closed")
+
+// StartOwner takes GPU number ordinal. The goroutine runs until Close.
+func StartOwner(d *Driver, ordinal int) (*Owner, error) {
+	o := &Owner{work: make(chan job), done: make(chan struct{})}
+	ready := make(chan error)
+	go func() {
+		defer close(o.done)
+		runtime.LockOSThread() // never unlocked: the thread dies with the goroutine, and the context binding with it
+		ctx, err := newContext(d, ordinal)
+		o.ctx = ctx
+		ready <- err
+		if err != nil {
+			return
+		}
+		for j := range o.work {
+			j.run(ctx)
+		}
+		ctx.release()
+	}()
+	if err := <-ready; err != nil {
+		<-o.done
+		return nil, err
+	}
+	return o, nil
+}
+
+// Device is the GPU owned.
+func (o *Owner) Device() Device { return o.ctx.Device }
+
+// Do runs f on the owning goroutine and waits for it. f must not call Do.
+func (o *Owner) Do(f func(*Context) error) error {
+	j := job{f: f, done: make(chan outcome, 1)}
+	if !o.send(j) {
+		return ErrClosed
+	}
+	r := <-j.done
+	if r.panicked != nil {
+		panic(r.panicked)
+	}
+	return r.err
+}
+
+// send says whether the job was taken; a send on the closed channel means that Close came first.
+func (o *Owner) send(j job) (ok bool) {
+	defer func() { ok = recover() == nil }()
+	o.work <- j
+	return
+}
+
+// Close waits for running work, releases the context and ends the goroutine.
+func (o *Owner) Close() {
+	o.once.Do(func() { close(o.work) })
+	<-o.done
+}
