@@ -1,0 +1,425 @@
+// Package device runs programs on one NVIDIA GPU: a backend.Device with every operation of text.
+//
+// It follows the machine of backend/cpu: the same images, the same checks, the same order of lengths, cuts and moves. Activations that
+// kernels.md stores in BF16 are BF16 here and rounded at the same points as in the stored oracle; keys, values, index keys, windows and
+// streams are BF16, delta-net matrices FP32. Tokens, positions of carried rows and the n-gram history stay on the host, which knows
+// them: it hashes and gathers the n-gram table's rows itself and sends them along with the launch.
+//
+// A verify pass leaves fixed states alone and records its rows; the next pass of the lane folds the kept ones first, inside the same
+// kernels. Moving an image folds them before.
+//
+// Every reduction has an order that depends on its own row only, so results do not depend on batch, chunk or company.
+//
+// A Device belongs to one goroutine. Launch returns when the work is queued; it waits for the launch before it to have read its control
+// block. Prompts run eight rows at a time through the kernels of decoding: correct, not fast.
+package device
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+
+	"ninfer/internal/backend"
+	"ninfer/internal/backend/cuda/device/kernels"
+	"ninfer/internal/backend/cuda/driver"
+)
+
+// Options size a device; the members that cpu.Options has too mean the same.
+type Options struct {
+	States []backend.State
+	Lanes  int
+	Saved  int
+	Tokens int
+	Verify int
+	Carry  int
+
+	Ordinal int  // which GPU
+	NoGraph bool // launch every kernel by itself instead of replaying captured steps
+	// Code is where compiled kernels come from; nil is what was built in.
+	Code fs.FS
+}
+
+// Device is a GPU with room for images and the weights of the programs compiled so far.
+type Device struct {
+	opt    Options
+	owner  *driver.Owner
+	set    *kernels.Set
+	stream driver.Stream
+	failed error // a device error ends the device
+	closed bool
+
+	images   []image // lanes, then saved
+	states   []plane
+	weights  map[*byte]driver.Ptr // stored tensors by their first byte
+	vectors  map[vectorKey]driver.Ptr
+	rotaries map[backend.Rotary]driver.Ptr
+	folders  map[backend.StateID]func(*Device, *driver.Context, driver.Ptr) error
+	chain    driver.Ptr // [lanes][width] streams after a lane's last draft row
+	chained  int        // their width
+	spare    driver.Ptr // a lane's control block, to fold outside a pass
+	temp     driver.Ptr // room to compact carried rows
+	tempSize uint64
+	steps    []*step
+	seq      backend.Seq
+	last     *step
+	bytes    uint64 // allocated on the device
+	profile  *profile
+}
+
+// plane is the device memory of one state, all images of it. States of integers that the host keeps have none.
+type plane struct {
+	at      driver.Ptr
+	element uint64 // bytes of a value
+	values  uint64 // of an image
+	records driver.Ptr
+}
+
+func (d *Device) slotBytes(id backend.StateID) uint64 {
+	return d.states[id].values * d.states[id].element
+}
+
+// image is what the host knows of a sequence image.
+type image struct {
+	length  int // tokens committed by the target
+	carried int // rows waiting for the drafter
+	first   int // the first of them in the plane
+	keep    int // recorded rows that the next pass folds
+	chained int // draft rows appended since the last target pass
+	drafted bool
+	stood   [3]int32
+	verify  *step // the step that recorded
+
+	positions [][3]int32 // of the carried rows
+	history   []int32    // the last tokens, without the recorded ones
+	recorded  []int32    // tokens of the recorded rows
+
+	launched backend.Seq
+}
+
+// Open takes a GPU and reserves the images. Its errors are those of the driver package: no driver, no device, wrong architecture, memory.
+func Open(opt Options) (*Device, error) {
+	drv, err := driver.Open()
+	if err != nil {
+		return nil, err
+	}
+	owner, err := driver.StartOwner(drv, opt.Ordinal)
+	if err != nil {
+		return nil, err
+	}
+	d := &Device{
+		opt: opt, owner: owner, weights: map[*byte]driver.Ptr{}, vectors: map[vectorKey]driver.Ptr{}, rotaries: map[backend.Rotary]driver.Ptr{},
+		folders: map[backend.StateID]func(*Device, *driver.Context, driver.Ptr) error{},
+	}
+	if err := owner.Do(d.reserve); err != nil {
+		_ = d.Close()
+		return nil, err
+	}
+	return d, nil
+}
+
+// Name is the GPU's name; Bytes is what the device has allocated on it.
+func (d *Device) Name() string  { return d.owner.Device().Name }
+func (d *Device) Bytes() uint64 { return d.bytes }
+
+func (d *Device) alloc(c *driver.Context, what string, bytes uint64) (driver.Ptr, error) {
+	p, err := c.Alloc(what, bytes)
+	if err == nil {
+		d.bytes += bytes
+	}
+	return p, err
+}
+
+func (d *Device) reserve(c *driver.Context) (err error) {
+	if d.opt.Code != nil {
+		d.set, err = kernels.LoadFrom(c, d.opt.Code)
+	} else {
+		d.set, err = kernels.Load(c)
+	}
+	if err != nil {
+		return err
+	}
+	if d.stream, err = c.NewStream(); err != nil {
+		return err
+	}
+	slots := uint64(d.opt.Lanes + d.opt.Saved)
+	d.images = make([]image, slots)
+	for _, s := range d.opt.States {
+		p := plane{element: 2}
+		switch s.Kind {
+		case backend.PerToken:
+			p.values = uint64(d.opt.Tokens * s.Width)
+		case backend.PerBlock:
+			p.values = uint64(d.opt.Tokens / s.Ratio * s.Width)
+		case backend.Carried:
+			p.values = uint64(d.opt.Carry * s.Width)
+			if s.Store != backend.StoreInt {
+				d.chained = max(d.chained, s.Width)
+			}
+		case backend.Fixed:
+			p.values = uint64(s.Rows * s.Width)
+		}
+		switch {
+		case hosted(s):
+			d.states = append(d.states, plane{})
+			continue
+		case s.Store == backend.StoreInt || s.Store == backend.StoreMatrix:
+			p.element = 4
+		}
+		if s.Kind == backend.Fixed && s.Initial != 0 {
+			return fmt.Errorf("cuda: state %q begins at %d: only integers may", s.Name, s.Initial)
+		}
+		if p.at, err = d.alloc(c, "state "+s.Name, slots*p.values*p.element); err != nil {
+			return err
+		}
+		if s.Kind == backend.Fixed {
+			if p.records, err = d.alloc(c, "records of "+s.Name, uint64(d.opt.Lanes*d.opt.Verify*recorded(s))*p.element); err != nil {
+				return err
+			}
+		}
+		d.states = append(d.states, p)
+	}
+	if d.chain, err = d.alloc(c, "chained streams", uint64(d.opt.Lanes*d.chained*2)); err != nil {
+		return err
+	}
+	if d.spare, err = d.alloc(c, "control", 256); err != nil {
+		return err
+	}
+	for i := range d.images {
+		if err := d.empty(c, i); err != nil {
+			return err
+		}
+	}
+	return c.SyncStream(d.stream)
+}
+
+// hosted says that the host keeps a state: the n-gram history, and where carried rows stood.
+func hosted(s backend.State) bool {
+	return s.Store == backend.StoreInt && (s.Kind == backend.Fixed || s.Kind == backend.Carried)
+}
+
+// recorded is the number of values that a Verify pass leaves for one row of a Fixed state: of a window its input, of a delta-net matrix
+// for each head the decay, the key and the correction.
+func recorded(s backend.State) int {
+	if s.Store == backend.StoreMatrix {
+		return s.Rows / s.Width * (1 + 2*s.Width)
+	}
+	return s.Width
+}
+
+// empty gives an image's Fixed states their initial values.
+func (d *Device) empty(c *driver.Context, slot int) error {
+	img := &d.images[slot]
+	*img = image{launched: img.launched}
+	for id, s := range d.opt.States {
+		if s.Kind != backend.Fixed {
+			continue
+		}
+		if hosted(s) {
+			for range s.Rows {
+				img.history = append(img.history, s.Initial)
+			}
+			continue
+		}
+		n := d.slotBytes(backend.StateID(id))
+		if err := c.Set(d.stream, d.states[id].at+driver.Ptr(uint64(slot)*n), 0, n); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// do runs f on the owner. What fails there fails the device: nobody knows which states it left half written.
+func (d *Device) do(what string, f func(*driver.Context) error) error {
+	if d.closed {
+		return fmt.Errorf("cuda: %s: device closed", what)
+	}
+	if d.failed != nil {
+		return fmt.Errorf("cuda: %s: the device has failed: %w", what, d.failed)
+	}
+	if err := d.owner.Do(f); err != nil {
+		var host *hostError
+		if !errors.As(err, &host) {
+			d.failed = err
+		}
+		return fmt.Errorf("cuda: %s: %w", what, err)
+	}
+	return nil
+}
+
+// hostError is a failure before anything was launched: the device goes on.
+type hostError struct{ error }
+
+func (e *hostError) Unwrap() error { return e.error }
+
+func (d *Device) find(i backend.Image) (int, error) {
+	n, first := d.opt.Lanes, 0
+	if i.Saved {
+		n, first = d.opt.Saved, d.opt.Lanes
+	}
+	if i.Index < 0 || i.Index >= n {
+		return 0, fmt.Errorf("cuda: no image %+v", i)
+	}
+	return first + i.Index, nil
+}
+
+// Commit keeps the first n rows of the lane's last Verify launch.
+func (d *Device) Commit(lane, n int) error {
+	if lane < 0 || lane >= d.opt.Lanes {
+		return fmt.Errorf("cuda: commit: no lane %d", lane)
+	}
+	img := &d.images[lane]
+	if n < 0 || n > img.keep {
+		return fmt.Errorf("cuda: commit %d rows of lane %d: %d are pending", n, lane, img.keep)
+	}
+	cut := img.keep - n
+	img.length -= cut
+	img.carried = max(0, img.carried-cut)
+	img.positions = img.positions[:img.carried]
+	img.keep = n
+	img.recorded = img.recorded[:min(n, len(img.recorded))]
+	return nil
+}
+
+// Lengths tells an image's committed lengths.
+func (d *Device) Lengths(i backend.Image) backend.Lengths {
+	slot, err := d.find(i)
+	if err != nil || d.closed {
+		return backend.Lengths{}
+	}
+	img := &d.images[slot]
+	return backend.Lengths{Target: img.length, Drafter: img.length - img.carried}
+}
+
+// Reset makes an image empty.
+func (d *Device) Reset(i backend.Image) error {
+	slot, err := d.find(i)
+	if err != nil {
+		return err
+	}
+	return d.do("reset", func(c *driver.Context) error { return d.empty(c, slot) })
+}
+
+// folded is the history after the kept recorded tokens.
+func (img *image) folded() []int32 {
+	all := append(append([]int32(nil), img.history...), img.recorded[:min(img.keep, len(img.recorded))]...)
+	return all[len(all)-len(img.history):]
+}
+
+// flush folds an image's kept records and forgets its drafts.
+func (d *Device) flush(c *driver.Context, slot int) error {
+	img := &d.images[slot]
+	if img.keep > 0 {
+		l := kernels.Lane{Slot: uint32(slot), Fold: uint32(img.keep)}
+		if err := c.ToDevice(d.stream, d.spare, bytesOf(&l)); err != nil {
+			return err
+		}
+		for _, id := range img.verify.fixed {
+			if err := d.folders[id](d, c, d.spare); err != nil {
+				return err
+			}
+		}
+		if err := c.SyncStream(d.stream); err != nil { // the control block is used again
+			return err
+		}
+		img.history = img.folded()
+	}
+	img.keep, img.recorded, img.verify = 0, nil, nil
+	img.chained, img.drafted = 0, false
+	return nil
+}
+
+// Move copies an image: all of it. Lanes are flushed first.
+func (d *Device) Move(dst, src backend.Image) error {
+	to, err := d.find(dst)
+	if err != nil {
+		return err
+	}
+	from, err := d.find(src)
+	if err != nil {
+		return err
+	}
+	return d.do("move", func(c *driver.Context) error {
+		if err := d.flush(c, from); err != nil || from == to {
+			return err
+		}
+		a, b := &d.images[from], &d.images[to]
+		*b = image{length: a.length, carried: a.carried, launched: b.launched}
+		b.history = append(b.history, a.history...)
+		b.positions = append(b.positions, a.positions...)
+		for id, s := range d.opt.States {
+			p := &d.states[id]
+			if p.at == 0 {
+				continue
+			}
+			n, skip := a.length, 0
+			if s.Clock == backend.Drafter {
+				n -= a.carried
+			}
+			switch s.Kind {
+			case backend.PerToken:
+				n *= s.Width
+			case backend.PerBlock:
+				n = n / s.Ratio * s.Width
+			case backend.Carried:
+				n, skip = a.carried*s.Width, a.first*s.Width
+			case backend.Fixed:
+				n = s.Rows * s.Width
+			}
+			if n == 0 {
+				continue
+			}
+			base := d.slotBytes(backend.StateID(id))
+			at := p.at + driver.Ptr(uint64(from)*base+uint64(skip)*p.element)
+			if err := c.Copy(d.stream, p.at+driver.Ptr(uint64(to)*base), at, uint64(n)*p.element); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
+// Close waits for the GPU and gives everything back.
+func (d *Device) Close() error {
+	if d.closed {
+		return nil
+	}
+	d.closed = true
+	err := d.owner.Do(func(c *driver.Context) error {
+		err := c.Synchronize()
+		for _, s := range d.steps {
+			err = errors.Join(err, s.free(c))
+		}
+		for _, p := range d.states {
+			err = errors.Join(err, free(c, p.at), free(c, p.records))
+		}
+		for _, p := range d.weights {
+			err = errors.Join(err, free(c, p))
+		}
+		for _, p := range d.vectors {
+			err = errors.Join(err, free(c, p))
+		}
+		for _, p := range d.rotaries {
+			err = errors.Join(err, free(c, p))
+		}
+		err = errors.Join(err, free(c, d.chain), free(c, d.spare), free(c, d.temp))
+		if d.stream != 0 {
+			err = errors.Join(err, c.DestroyStream(d.stream))
+		}
+		if d.set != nil {
+			err = errors.Join(err, d.set.Unload(c))
+		}
+		return err
+	})
+	d.owner.Close()
+	if d.failed != nil {
+		return nil // said when it failed
+	}
+	return err
+}
+
+func free(c *driver.Context, p driver.Ptr) error {
+	if p == 0 {
+		return nil
+	}
+	return c.Free(p)
+}

@@ -1,0 +1,298 @@
+package device
+
+import (
+	"errors"
+	"fmt"
+
+	"ninfer/internal/backend"
+	"ninfer/internal/backend/cuda/device/kernels"
+	"ninfer/internal/backend/cuda/driver"
+	"ninfer/internal/num"
+)
+
+// hash returns the table rows of a token (kernels.md 8). before holds the tokens ahead of it, oldest first, at least ngram-1 of them.
+func hash(w *backend.PLEWeights, before []int32, token int32, rows []int64) {
+	mixed := int64(token) * w.Multipliers[0]
+	gone := false // the n-gram has reached over a reset
+	for n := 1; n < len(w.Multipliers); n++ {
+		t := before[len(before)-n]
+		if gone = gone || t == w.Reset; gone {
+			t = w.Reset
+		}
+		mixed ^= int64(t) * w.Multipliers[n]
+		for j := (n - 1) * w.HeadsPerNgram; j < n*w.HeadsPerNgram; j++ {
+			rows[j] = w.Offsets[j] + (mixed%w.Sizes[j]+w.Sizes[j])%w.Sizes[j]
+		}
+	}
+}
+
+var tableFormats = map[num.Format]kernels.Format{num.BF16: kernels.BF16, num.FP8: kernels.FP8, num.U4Z8G16: kernels.U4}
+
+func (s *step) preparePLEStart(c *driver.Context, op backend.PLEStart) (func(*pass) error, error) {
+	l := &loader{s: s, c: c}
+	t := &op.W.Table
+	f, ok := tableFormats[t.Format]
+	l.check(ok, "no kernels for a table of format %v", t.Format)
+	heads := len(op.W.Sizes)
+	l.check(heads == op.W.HeadsPerNgram*(len(op.W.Multipliers)-1) && s.program.Bufs[op.Out].Width == heads*t.Width, "%d heads of %d", heads, t.Width)
+	line := heads * t.RowBytes
+	k := kernels.TableParams{
+		Raw: l.rows("table rows", line), Out: s.bufs[op.Out], Width: uint32(t.Width), RowBytes: uint32(t.RowBytes), Format: uint32(f),
+		Multiplier: float32(t.Multiplier),
+	}
+	if l.err != nil {
+		return nil, l.err
+	}
+	staged, err := s.pinned(c, s.program.Pass.Rows*line)
+	if err != nil {
+		return nil, err
+	}
+	ids := make([]int64, s.program.Pass.Rows*heads)
+	var before []int32
+	s.uploads = append(s.uploads, func(p *pass) error {
+		n := 0
+		for i := range p.in {
+			img := &s.d.images[p.lanes[i].Slot]
+			before = append(before[:0], img.history...)
+			if img.keep > 0 {
+				before = append(before[:0], img.folded()...)
+			}
+			for _, token := range p.in[i].Tokens {
+				hash(op.W, before, token, ids[n*heads:(n+1)*heads])
+				before = append(before, token)
+				n++
+			}
+		}
+		if err := t.Source.Rows(ids[:n*heads], staged[:n*line]); err != nil {
+			return &hostError{err}
+		}
+		return p.c.ToDevice(s.d.stream, k.Raw, staged[:n*line])
+	})
+	return func(p *pass) error {
+		q := k
+		q.N = uint32(len(p.rows) * heads)
+		return start(p, kernels.Table, tiles(len(p.rows)*heads*t.Width, 256), 1, 1, 0, &q)
+	}, nil
+}
+
+func (s *step) preparePLEJoin(c *driver.Context, op backend.PLEJoin) (func(*pass) error, error) {
+	l := &loader{s: s, c: c}
+	w, d := op.W, s.d
+	in := s.injection(op.X, false)
+	width := s.program.Bufs[op.X.X].Width
+	h, wide := w.Value.N, s.program.Bufs[op.In].Width
+	in.H, in.S = uint32(h), uint32(width/h)
+	gate := kernels.PleGateParams{
+		Key: l.rows("n-gram key", 2*width), Value: l.rows("n-gram value", 2*h), X: in.X,
+		NormKey: l.vector(w.NormKey), NormQuery: l.vector(w.NormQuery), NormConv: l.vector(w.NormConv),
+		V: l.rows("gated value", 4*width), Vn: l.rows("gated norm", 2*width), H: in.H, S: in.S, Eps: float32(w.Eps),
+	}
+	parts := []kernels.Part{part(l.matrix(w.Key), gate.Key, width, 0, 0), part(l.matrix(w.Value), gate.Value, h, 0, 0)}
+	conv := kernels.ConvParams{
+		Lanes: s.lanes, X: gate.Vn, W: l.vector(w.Conv), Window: d.states[op.Window].at, Records: d.states[op.Window].records,
+		V: gate.V, Streams: in.X, C: uint32(width), Taps: uint32(w.Taps), Dilation: uint32(w.Dilation), Verify: uint32(d.opt.Verify),
+	}
+	s.brings(op.Window, s.folder(kernels.Conv, tiles(width, 256), 0, conv, func(p *kernels.ConvParams) *driver.Ptr { return &p.Lanes }))
+	s.history = true
+	return func(p *pass) error {
+		if in.Y != 0 {
+			if err := start(p, kernels.Inject, int(in.S), len(p.rows), 1, 0, &in); err != nil {
+				return err
+			}
+		}
+		if err := p.gemv(s.bufs[op.In], 4, wide, len(p.rows), parts...); err != nil {
+			return err
+		}
+		if err := start(p, kernels.PleGate, int(in.S), len(p.rows), 1, 0, &gate); err != nil {
+			return err
+		}
+		return start(p, kernels.Conv, tiles(width, 256), len(p.lanes), 1, 0, &conv)
+	}, l.err
+}
+
+func (s *step) prepareStem(c *driver.Context, op backend.Stem) (func(*pass) error, error) {
+	l := &loader{s: s, c: c}
+	w, d := op.W, s.d
+	h, width := w.Embed.Cols(), s.program.Bufs[op.X.X].Width
+	s.stem, s.embed = true, &embed{w.Embed.N, h}
+	s.pending[op.X.X] = 0
+	norm := kernels.StemParams{
+		Rows: s.rows, Lanes: s.lanes, Carried: d.states[op.Carry].at, Chain: d.chain, NormEmbed: l.vector(w.NormEmbed), NormHidden: l.vector(w.NormHidden),
+		E: l.rows("stem embedding", 2*h), Hidden: l.rows("stem hidden", 2*width), W: l.matrix(w.Embed),
+		H: uint32(h), S: uint32(width / h), Carry: uint32(d.opt.Carry), Eps: float32(w.Eps),
+	}
+	l.check(width == d.chained, "streams of %d, carried rows of %d", width, d.chained)
+	e, hidden := l.rows("projected embedding", 2*h), l.rows("projected hidden", 2*width)
+	pe, ph := part(l.matrix(w.ProjEmbed), e, h, 0, 0), part(l.matrix(w.ProjHidden), hidden, h, 0, 0)
+	add := kernels.StemAddParams{Hidden: hidden, E: e, X: s.bufs[op.X.X], H: norm.H, S: norm.S}
+	return func(p *pass) error {
+		if err := start(p, kernels.StemNorm, 2, len(p.rows), 1, 0, &norm); err != nil {
+			return err
+		}
+		if err := p.gemv(norm.E, 2, h, len(p.rows), pe); err != nil {
+			return err
+		}
+		if err := p.gemv(norm.Hidden, 2, h, len(p.rows)*(width/h), ph); err != nil {
+			return err
+		}
+		q := add
+		q.R = uint32(len(p.rows))
+		return start(p, kernels.StemAdd, tiles(len(p.rows)*width, 256), 1, 1, 0, &q)
+	}, l.err
+}
+
+func (s *step) prepareCarry(_ *driver.Context, op backend.Carry) (func(*pass) error, error) {
+	in := s.injection(op.X, false)
+	s.carries = true
+	carry := kernels.CarryParams{
+		Rows: s.rows, Lanes: s.lanes, X: in.X, Carried: s.d.states[op.Out].at, Chain: s.d.chain,
+		Width: uint32(s.program.Bufs[op.X.X].Width), Carry: uint32(s.d.opt.Carry),
+	}
+	if s.program.Pass.Kind == backend.Draft || s.program.Pass.Kind == backend.Seed {
+		carry.Draft = 1
+	}
+	if int(carry.Width) != s.d.chained {
+		return nil, fmt.Errorf("streams of %d, carried rows of %d", carry.Width, s.d.chained)
+	}
+	return func(p *pass) error {
+		if in.Y != 0 {
+			if err := start(p, kernels.Inject, int(in.S), len(p.rows), 1, 0, &in); err != nil {
+				return err
+			}
+		}
+		return start(p, kernels.Carry, len(p.rows), 1, 1, 0, &carry)
+	}, nil
+}
+
+// head is a step's output head and what it brings back.
+type head struct {
+	s      *step
+	w      *backend.HeadWeights
+	mat    kernels.Mat
+	ids    driver.Ptr // the id of each row, 0 if they are the same
+	in     driver.Ptr
+	h      int
+	packed driver.Ptr // wanted rows
+	picked driver.Ptr
+	logits driver.Ptr // [room][rows of the matrix]
+	room   int
+
+	picks []byte // pinned
+	lines []byte // pinned
+	lanes []wants
+}
+
+type wants struct {
+	n      int
+	logits bool
+}
+
+func (s *step) prepareHead(c *driver.Context, op backend.Head) (func(*pass) error, error) {
+	if s.head != nil {
+		return nil, errors.New("a second head")
+	}
+	l := &loader{s: s, c: c}
+	hd := &head{s: s, w: op.W, mat: l.matrix(op.W.W), in: s.bufs[op.In], h: s.program.Bufs[op.In].Width}
+	hd.packed, hd.picked = l.rows("wanted rows", 2*hd.h), l.rows("picks", 4)
+	if l.err != nil {
+		return nil, l.err
+	}
+	var err error
+	if op.W.Map != nil {
+		if hd.ids, err = s.d.upload(c, bytesIn(op.W.Map)); err != nil {
+			return nil, err
+		}
+		s.taken = append(s.taken, hd.ids)
+	}
+	if hd.picks, err = s.pinned(c, 4*s.program.Pass.Rows); err != nil {
+		return nil, err
+	}
+	s.head = hd
+	return func(p *pass) error {
+		n := len(p.wanted)
+		if n == 0 {
+			return nil
+		}
+		if err := start(p, kernels.Gather, n, 1, 1, 0, &kernels.GatherParams{List: s.want, X: hd.in, Out: hd.packed, Width: uint32(hd.h), N: uint32(n)}); err != nil {
+			return err
+		}
+		if err := p.gemv(hd.packed, 2, hd.h, n, part(hd.mat, hd.logits, hd.w.W.N, kernels.PartF32, 0)); err != nil {
+			return err
+		}
+		return start(p, kernels.Pick, n, 1, 1, 0, &kernels.PickParams{Logits: hd.logits, Map: hd.ids, Out: hd.picked, Rows: uint32(hd.w.W.N), Ids: uint32(hd.w.IDs)})
+	}, nil
+}
+
+// reserve makes room for the logits of the wanted rows. Captured graphs know the old place: they are dropped.
+func (hd *head) reserve(p *pass) error {
+	n := len(p.wanted)
+	if n <= hd.room {
+		return nil
+	}
+	if err := p.c.SyncStream(hd.s.d.stream); err != nil {
+		return err
+	}
+	for key, g := range hd.s.graphs {
+		if g.exec != 0 {
+			if err := p.c.DestroyExec(g.exec); err != nil {
+				return err
+			}
+		}
+		delete(hd.s.graphs, key)
+	}
+	var err error
+	if hd.logits, err = hd.s.alloc(p.c, "logits", 4*n*hd.w.W.N); err != nil { // the old place is freed with the step
+		return err
+	}
+	hd.room = n
+	return nil
+}
+
+// fetch queues the copies of what a launch brings back.
+func (hd *head) fetch(p *pass) error {
+	hd.lanes = hd.lanes[:0]
+	raised := false
+	for i := range p.in {
+		w := wants{logits: p.in[i].Want.Logits()}
+		switch {
+		case p.in[i].Want.All():
+			w.n = len(p.in[i].Tokens)
+		case p.in[i].Want != backend.WantNone:
+			w.n = 1
+		}
+		raised = raised || w.logits
+		hd.lanes = append(hd.lanes, w)
+	}
+	n := len(p.wanted)
+	if err := p.c.ToHost(hd.s.d.stream, hd.picks[:4*n], hd.picked); err != nil || !raised {
+		return err
+	}
+	if size := 4 * n * hd.w.W.N; len(hd.lines) < size {
+		var err error
+		if hd.lines, err = hd.s.pinned(p.c, size); err != nil {
+			return err
+		}
+	}
+	return p.c.ToHost(hd.s.d.stream, hd.lines[:4*n*hd.w.W.N], hd.logits)
+}
+
+func (hd *head) results() backend.Result {
+	var res backend.Result
+	at, width := 0, 4*hd.w.W.N
+	for _, w := range hd.lanes {
+		var l backend.LaneResult
+		for range w.n {
+			id := make([]int32, 1)
+			copy(bytesIn(id), hd.picks[4*at:4*at+4])
+			l.Picks = append(l.Picks, id[0])
+			if w.logits {
+				line := make([]float32, hd.w.W.N)
+				copy(bytesIn(line), hd.lines[width*at:width*(at+1)])
+				l.Logits = append(l.Logits, line)
+			}
+			at++
+		}
+		res.Lanes = append(res.Lanes, l)
+	}
+	return res
+}

@@ -1,0 +1,393 @@
+// Sequence blocks: convolution windows, the delta rule, attention with its indexer, routing.
+//
+// A lane's fixed states (windows, delta matrices) are brought forward by the recorded rows of its last verify pass before anything
+// else (fold), and a verify pass records its rows instead of writing the states. With no rows these kernels fold only.
+//
+//   conv       depthwise causal convolution, thread a channel. Grid: channels/256, lane.
+//   delta      gated delta rule and gated norm, block a value head; S in shared memory. Grid: head, lane.
+//   prep       norms and rotation of queries and keys, append to the planes. Grid: head, row.
+//   block_key  index key of a block that a row completes. Grid: row.
+//   score      index scores of complete blocks. Grid: any, row.
+//   select_blocks  the tokens a row attends to, ascending: best blocks, ties to the lower, and the tail. Grid: row.
+//   attend     part of a row's attention. Grid: head, row, split. merge: all of it, times the output gate. Grid: head, row.
+//   route      best experts, ties to the lower, and their weights; one warp. Grid: row.
+#include "common.cuh"
+
+extern __shared__ __align__(16) float dynamic[];
+
+NINFER_KERNEL(conv, ConvParams, 256, 1) {
+  pdl();
+  const uint32_t c = blockIdx.x * 256 + threadIdx.x;
+  if (c >= p.c) return;
+  const Lane lane = p.lanes[blockIdx.y];
+  const uint32_t depth = (p.taps - 1) * p.dilation, fold = lane.fold;
+  bf16* window = p.window + (uint64_t)lane.slot * depth * p.c + c;
+  bf16* records = p.records + (uint64_t)lane.slot * p.verify * p.c + c;
+  const bf16* x = p.x + (uint64_t)lane.first * p.c + c;
+  // Window, recorded rows and new rows are one sequence.
+  auto get = [&](uint32_t i) {
+    return i < depth ? window[(uint64_t)i * p.c] : i < depth + fold ? records[(uint64_t)(i - depth) * p.c] : x[(uint64_t)(i - depth - fold) * p.c];
+  };
+  for (uint32_t t = 0; t < lane.rows; t++) {
+    float sum = 0.0f;
+    for (uint32_t j = 0; j < p.taps; j++) sum += p.w[(uint64_t)j * p.c + c] * from_bf16(get(fold + t + j * p.dilation));
+    const uint64_t at = (uint64_t)(lane.first + t) * p.c + c;
+    if (p.out) p.out[at] = silu(sum);
+    if (p.streams) p.streams[at] = to_bf16(from_bf16(p.streams[at]) + p.v[at] + silu(sum));
+  }
+  const uint32_t shift = fold + (lane.record ? 0 : lane.rows);
+  if (shift)
+    for (uint32_t i = 0; i < depth; i++) window[(uint64_t)i * p.c] = get(shift + i);
+  if (lane.record)
+    for (uint32_t t = 0; t < lane.rows; t++) records[(uint64_t)t * p.c] = x[(uint64_t)t * p.c];
+}
+
+static constexpr int kDelta = 512;
+
+NINFER_KERNEL(delta, DeltaParams, kDelta, 1) {
+  __shared__ float shared[33];
+  pdl();
+  const uint32_t dim = p.dim, head = blockIdx.x, group = p.heads / p.key_heads, c = (2 * p.key_heads + p.heads) * dim;
+  const Lane lane = p.lanes[blockIdx.y];
+  float *S = dynamic, *q = S + dim * dim, *k = q + dim, *d = k + dim, *sums = d + dim;  // sums: 4 * dim
+  const uint32_t t = threadIdx.x, j = t % dim, part = t / dim;
+  const bool on = part < 4;
+  const uint32_t i0 = dim * part / 4, i1 = dim * (part + 1) / 4;  // keys of this part
+  float* state = p.state + ((uint64_t)lane.slot * p.heads + head) * dim * dim;
+  const uint32_t size = 1 + 2 * dim;
+  float* records = p.records + ((uint64_t)lane.slot * p.verify * p.heads + head) * size;
+  for (uint32_t i = t; i < dim * dim; i += kDelta) S[i] = state[i];
+  __syncthreads();
+  for (uint32_t f = 0; f < lane.fold; f++) {
+    const float* rec = records + (uint64_t)f * p.heads * size;
+    if (on)
+      for (uint32_t i = i0; i < i1; i++) S[i * dim + j] = fmaf(rec[1 + i], rec[1 + dim + j], __fmul_rn(S[i * dim + j], rec[0]));
+    __syncthreads();
+  }
+  if (lane.fold && lane.record)
+    for (uint32_t i = t; i < dim * dim; i += kDelta) state[i] = S[i];
+  const float rate = -expf(p.alog[head]);
+  for (uint32_t row = lane.first; row < lane.first + lane.rows; row++) {
+    const float* line = p.qkv + (uint64_t)row * c;
+    const float qv = t < dim ? line[head / group * dim + t] : 0.0f, kv = t < dim ? line[(p.key_heads + head / group) * dim + t] : 0.0f;
+    const float qs = 1.0f / sqrtf(block_sum(qv * qv, shared) + 1e-6f) / sqrtf((float)dim);
+    const float ks = 1.0f / sqrtf(block_sum(kv * kv, shared) + 1e-6f);
+    if (t < dim) q[t] = qv * qs, k[t] = kv * ks;
+    const float decay = expf(rate * softplus(from_bf16(p.a[(uint64_t)row * p.heads + head]) + p.dt[head]));
+    const float beta = sigmoid(from_bf16(p.b[(uint64_t)row * p.heads + head]));
+    __syncthreads();
+    if (on) {
+      float u = 0.0f;
+      for (uint32_t i = i0; i < i1; i++) {
+        const float s = __fmul_rn(S[i * dim + j], decay);
+        S[i * dim + j] = s;
+        u = fmaf(s, k[i], u);
+      }
+      sums[part * dim + j] = u;
+    }
+    __syncthreads();
+    if (t < dim) d[t] = beta * (line[(2 * p.key_heads + head) * dim + t] - (sums[t] + sums[dim + t] + sums[2 * dim + t] + sums[3 * dim + t]));
+    __syncthreads();
+    if (on) {
+      float o = 0.0f;
+      for (uint32_t i = i0; i < i1; i++) {
+        const float s = fmaf(k[i], d[j], S[i * dim + j]);
+        S[i * dim + j] = s;
+        o = fmaf(s, q[i], o);
+      }
+      sums[part * dim + j] = o;
+    }
+    if (lane.record) {
+      float* rec = records + (uint64_t)(row - lane.first) * p.heads * size;
+      if (t == 0) rec[0] = decay;
+      if (t < dim) rec[1 + t] = k[t], rec[1 + dim + t] = d[t];
+    }
+    __syncthreads();
+    const float o = t < dim ? sums[t] + sums[dim + t] + sums[2 * dim + t] + sums[3 * dim + t] : 0.0f;
+    const float scale = 1.0f / sqrtf(block_sum(o * o, shared) / dim + p.eps);
+    if (t < dim) {
+      const uint64_t at = ((uint64_t)row * p.heads + head) * dim + t;
+      p.out[at] = round_bf16(o * p.norm[t] * sigmoid(from_bf16(p.z[at]))) * scale;
+    }
+  }
+  if (!lane.record) {
+    __syncthreads();
+    for (uint32_t i = t; i < dim * dim; i += kDelta) state[i] = S[i];
+  }
+}
+
+// Rotates the first rot values of v in shared memory, thread a pair; all threads of the block.
+DEVICE void rotate(float* v, const float* inverse, uint32_t rot, const uint32_t* pos) {
+  const uint32_t half = rot / 2, t = threadIdx.x;
+  __syncthreads();
+  if (t < half) {
+    const uint32_t axis = ((const uint32_t*)inverse)[half + t];
+    float sin, cos;
+    sincosf(__fmul_rn((float)(int)pos[axis], inverse[t]), &sin, &cos);
+    const float a = v[t], b = v[t + half];
+    v[t] = a * cos - b * sin;
+    v[t + half] = b * cos + a * sin;
+  }
+  __syncthreads();
+}
+
+NINFER_KERNEL(prep, PrepParams, 256, 1) {
+  __shared__ float shared[33], v[256];
+  pdl();
+  const uint32_t r = blockIdx.y, t = threadIdx.x;
+  const Row row = p.rows[r];
+  const uint64_t token = (uint64_t)row.slot * p.tokens + row.at;
+  uint32_t unit = blockIdx.x;
+  const bf16* in;
+  const float* w;
+  bf16* out;
+  uint32_t width = p.hd;
+  if (unit < p.kv) {  // key
+    in = p.key + ((uint64_t)r * p.kv + unit) * p.hd, w = p.k_norm, out = p.keys + (token * p.kv + unit) * p.hd;
+  } else if ((unit -= p.kv) < p.kv) {  // value
+    for (uint32_t i = t; i < p.hd; i += 256) p.values[(token * p.kv + unit) * p.hd + i] = p.value[((uint64_t)r * p.kv + unit) * p.hd + i];
+    return;
+  } else if ((unit -= p.kv) == 0) {  // raw index key, positions
+    for (uint32_t i = t; i < p.id; i += 256) p.raw[token * p.id + i] = p.index[((uint64_t)r * (p.ih + 1) + p.ih) * p.id + i];
+    if (t < 3) p.positions[token * 3 + t] = row.pos[t];
+    return;
+  } else if (--unit < p.heads) {  // query
+    in = p.qg + ((uint64_t)r * p.heads + unit) * 2 * p.hd, w = p.q_norm, out = p.q + ((uint64_t)r * p.heads + unit) * p.hd;
+  } else {  // index query
+    unit -= p.heads, width = p.id;
+    in = p.index + ((uint64_t)r * (p.ih + 1) + unit) * p.id, w = p.iq_norm, out = p.iq + ((uint64_t)r * p.ih + unit) * p.id;
+  }
+  const float x = t < width ? from_bf16(in[t]) : 0.0f;
+  const float scale = 1.0f / sqrtf(block_sum(x * x, shared) / width + p.eps);
+  if (t < width) v[t] = x * scale * (1.0f + w[t]);
+  rotate(v, p.inverse, p.rot, row.pos);
+  if (t < width) out[t] = to_bf16(v[t]);
+}
+
+NINFER_KERNEL(block_key, BlockKeyParams, 256, 1) {
+  __shared__ float shared[33], v[256];
+  pdl();
+  const Row row = p.rows[blockIdx.x];
+  if ((row.at + 1) % p.ratio) return;
+  const uint32_t first = row.at + 1 - p.ratio, t = threadIdx.x;
+  const uint64_t token = (uint64_t)row.slot * p.tokens + first;
+  float x = 0.0f;
+  if (t < p.id) {
+    for (uint32_t i = 0; i < p.ratio; i++) x += from_bf16(p.raw[(token + i) * p.id + t]);
+    x = round_bf16(x / p.ratio);
+  }
+  const float scale = 1.0f / sqrtf(block_sum(x * x, shared) / p.id + p.eps);
+  if (t < p.id) v[t] = x * scale * (1.0f + p.norm[t]);
+  rotate(v, p.inverse, p.rot, p.positions + token * 3);
+  if (t < p.id) p.keys[((uint64_t)row.slot * (p.tokens / p.ratio) + first / p.ratio) * p.id + t] = to_bf16(v[t]);
+}
+
+NINFER_KERNEL(score, ScoreParams, 256, 1) {
+  pdl();
+  const uint32_t r = blockIdx.y, t = threadIdx.x % 32;
+  const Row row = p.rows[r];
+  const uint32_t n = (row.at + 1) / p.ratio;
+  if (n <= p.most) return;
+  const bf16* keys = p.keys + (uint64_t)row.slot * p.blocks * p.id;
+  const bf16* q = p.iq + (uint64_t)r * p.ih * p.id;
+  const float scale = 1.0f / sqrtf((float)p.id);
+  for (uint32_t b = blockIdx.x * 8 + threadIdx.x / 32; b < n; b += gridDim.x * 8) {
+    float k[8], sum = 0.0f;  // id <= 256
+#pragma unroll
+    for (int i = 0; i < 8; i++) k[i] = t + 32 * i < p.id ? from_bf16(keys[(uint64_t)b * p.id + t + 32 * i]) : 0.0f;
+    for (uint32_t h = 0; h < p.ih; h++) {
+      float s = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        if (t + 32 * i < p.id) s = fmaf(k[i], from_bf16(q[h * p.id + t + 32 * i]), s);
+      sum += fmaxf(warp_sum(s), 0.0f);
+    }
+    if (t == 0) p.scores[(uint64_t)r * p.blocks + b] = sum * scale;
+  }
+}
+
+NINFER_KERNEL(select_blocks, SelectParams, 1024, 1) {
+  __shared__ uint32_t bins[256], warps[33], found[2];
+  pdl();
+  const uint32_t r = blockIdx.x, t = threadIdx.x;
+  const Row row = p.rows[r];
+  const uint32_t visible = row.at + 1, n = visible / p.ratio;
+  uint32_t* list = p.list + (uint64_t)r * p.list_ld;
+  if (n <= p.most) {
+    for (uint32_t i = t; i < visible; i += 1024) list[i] = i;
+    if (t == 0) p.count[r] = visible;
+    return;
+  }
+  const float* scores = p.scores + (uint64_t)r * p.blocks;
+  // The key of the last block chosen, eight bits at a time from the top: of the blocks whose key begins like prefix, need remain.
+  uint32_t prefix = 0, need = p.most;
+  for (int shift = 24; shift >= 0; shift -= 8) {
+    if (t < 256) bins[t] = 0;
+    __syncthreads();
+    for (uint32_t b = t; b < n; b += 1024) {
+      const uint32_t key = float_key(scores[b]);
+      if (shift == 24 || (key ^ prefix) >> (shift + 8) == 0) atomicAdd(&bins[key >> shift & 255], 1u);
+    }
+    __syncthreads();
+    if (t == 0) {
+      uint32_t above = 0;
+      int bin = 255;
+      while (bin > 0 && above + bins[bin] < need) above += bins[bin--];
+      found[0] = bin, found[1] = need - above;
+    }
+    __syncthreads();
+    prefix |= found[0] << shift;
+    need = found[1];
+    __syncthreads();
+  }
+  // Blocks above the key, and the first need blocks that have it, in order.
+  uint32_t taken = 0, equal = 0;
+  for (uint32_t first = 0; first < n; first += 1024) {
+    const uint32_t b = first + t;
+    const uint32_t key = b < n ? float_key(scores[b]) : 0;
+    const bool tie = b < n && key == prefix;
+    auto scan = [&](bool flag, uint32_t& total) {  // flags before this thread
+      const uint32_t ballot = __ballot_sync(~0u, flag);
+      __syncthreads();
+      if (t % 32 == 0) warps[t / 32] = __popc(ballot);
+      __syncthreads();
+      if (t == 0) {
+        uint32_t sum = 0;
+        for (int i = 0; i < 32; i++) {
+          const uint32_t c = warps[i];
+          warps[i] = sum;
+          sum += c;
+        }
+        warps[32] = sum;
+      }
+      __syncthreads();
+      total = warps[32];
+      return warps[t / 32] + __popc(ballot & ((1u << t % 32) - 1));
+    };
+    uint32_t ties, taking;
+    const uint32_t rank = equal + scan(tie, ties);
+    const bool take = b < n && (key > prefix || (tie && rank < need));
+    const uint32_t at = taken + scan(take, taking);
+    if (take)
+      for (uint32_t i = 0; i < p.ratio; i++) list[at * p.ratio + i] = b * p.ratio + i;
+    equal += ties;
+    taken += taking;
+  }
+  const uint32_t tail = visible - n * p.ratio;
+  if (t < tail) list[taken * p.ratio + t] = n * p.ratio + t;
+  if (t == 0) p.count[r] = taken * p.ratio + tail;
+}
+
+static constexpr int kAttend = 128;
+
+NINFER_KERNEL(attend, AttendParams, kAttend, 1) {
+  __shared__ float part[kAttend / 32][258];
+  pdl();
+  const uint32_t head = blockIdx.x, r = blockIdx.y, split = blockIdx.z, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const Row row = p.rows[r];
+  const uint32_t hd = p.hd, kw = p.kv * hd, n = p.count[r], share = (n + p.splits - 1) / p.splits;
+  const uint32_t first = min(n, split * share), end = min(n, first + share);
+  const uint64_t plane = (uint64_t)row.slot * p.tokens * kw + head / (p.heads / p.kv) * hd;
+  const uint32_t* list = p.list + (uint64_t)r * p.list_ld;
+  const float scale = 1.0f / sqrtf((float)hd);
+  const bf16* query = p.q + ((uint64_t)r * p.heads + head) * hd;
+  const bool fast = hd == 256;
+  auto load = [&](const bf16* src, float* v) {  // value i of a lane is lane*8+i of 256, else lane+32*i
+    if (fast) {
+      const uint4 q = *(const uint4*)(src + lane * 8);
+      v[0] = lo(q.x), v[1] = hi(q.x), v[2] = lo(q.y), v[3] = hi(q.y), v[4] = lo(q.z), v[5] = hi(q.z), v[6] = lo(q.w), v[7] = hi(q.w);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; i++) v[i] = lane + 32 * i < hd ? from_bf16(src[lane + 32 * i]) : 0.0f;
+    }
+  };
+  float q[8], acc[8], most = -INFINITY, sum = 0.0f;
+  load(query, q);
+#pragma unroll
+  for (int i = 0; i < 8; i++) acc[i] = 0.0f;
+  for (uint32_t a = first + warp; a < end; a += kAttend / 32) {
+    const uint64_t at = plane + (uint64_t)list[a] * kw;
+    float k[8], v[8], s = 0.0f;
+    load(p.keys + at, k);
+    load(p.values + at, v);
+#pragma unroll
+    for (int i = 0; i < 8; i++) s = fmaf(q[i], k[i], s);
+    s = warp_sum(s) * scale;
+    const float top = fmaxf(most, s), old = expf(most - top), e = expf(s - top);
+    sum = sum * old + e;
+#pragma unroll
+    for (int i = 0; i < 8; i++) acc[i] = acc[i] * old + e * v[i];
+    most = top;
+  }
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const uint32_t c = fast ? lane * 8 + i : lane + 32 * i;
+    if (c < hd) part[warp][2 + c] = acc[i];
+  }
+  if (lane == 0) part[warp][0] = most, part[warp][1] = sum;
+  __syncthreads();
+  float top = -INFINITY;
+  for (int w = 0; w < kAttend / 32; w++) top = fmaxf(top, part[w][0]);
+  float* out = p.partial + (((uint64_t)r * p.heads + head) * p.splits + split) * (hd + 2);
+  for (uint32_t c = threadIdx.x; c < hd + 1; c += kAttend) {
+    float s = 0.0f;
+    for (int w = 0; w < kAttend / 32; w++)
+      if (part[w][1] > 0.0f) s += expf(part[w][0] - top) * part[w][1 + c];
+    out[1 + c] = s;
+  }
+  if (threadIdx.x == 0) out[0] = top;
+}
+
+NINFER_KERNEL(merge, MergeParams, 256, 1) {
+  pdl();
+  const uint32_t head = blockIdx.x, r = blockIdx.y, c = threadIdx.x;
+  if (c >= p.hd) return;
+  const float* in = p.partial + ((uint64_t)r * p.heads + head) * p.splits * (p.hd + 2);
+  float top = -INFINITY, sum = 0.0f, v = 0.0f;
+  for (uint32_t i = 0; i < p.splits; i++) top = fmaxf(top, in[i * (p.hd + 2)]);
+  for (uint32_t i = 0; i < p.splits; i++) {
+    const float* part = in + i * (p.hd + 2);
+    if (!(part[1] > 0.0f)) continue;
+    const float e = expf(part[0] - top);
+    sum += e * part[1];
+    v += e * part[2 + c];
+  }
+  const float gate = from_bf16(p.qg[((uint64_t)r * p.heads + head) * 2 * p.hd + p.hd + c]);
+  p.out[((uint64_t)r * p.heads + head) * p.hd + c] = to_bf16(v / sum * sigmoid(gate));
+}
+
+NINFER_KERNEL(route, RouteParams, 32, 1) {
+  pdl();
+  const uint32_t r = blockIdx.x, t = threadIdx.x;
+  const float* logits = p.logits + (uint64_t)r * p.experts;
+  uint32_t* chosen = p.chosen + (uint64_t)r * p.topk;
+  float* weight = p.weight + (uint64_t)r * p.topk;
+  float most = -INFINITY;
+  for (uint32_t e = t; e < p.experts; e += 32) most = fmaxf(most, logits[e]);
+#pragma unroll
+  for (int o = 16; o; o >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
+  float all = 0.0f;
+  for (uint32_t e = t; e < p.experts; e += 32) all += expf(logits[e] - most);
+  all = warp_sum(all);
+  if (p.forced && p.forced[(uint64_t)r * p.topk] != ~0u) {
+    for (uint32_t i = t; i < p.topk; i += 32) chosen[i] = p.forced[(uint64_t)r * p.topk + i];
+  } else {
+    uint64_t last = ~0ull;  // the choice before: keys are distinct
+    for (uint32_t i = 0; i < p.topk; i++) {
+      uint64_t best = 0;
+      for (uint32_t e = t; e < p.experts; e += 32) {
+        const uint64_t key = (uint64_t)float_key(logits[e]) << 32 | (uint32_t)~e;
+        if (key < last) best = max(best, key);
+      }
+#pragma unroll
+      for (int o = 16; o; o >>= 1) best = max(best, (uint64_t)__shfl_xor_sync(~0u, (unsigned long long)best, o));
+      if (t == 0) chosen[i] = ~(uint32_t)best;
+      last = best;
+    }
+  }
+  __syncwarp();
+  if (t) return;
+  float sum = 0.0f;
+  for (uint32_t i = 0; i < p.topk; i++) sum += expf(logits[chosen[i]] - most) / all;
+  for (uint32_t i = 0; i < p.topk; i++) weight[i] = expf(logits[chosen[i]] - most) / all / (p.normalize ? sum : 1.0f);
+}

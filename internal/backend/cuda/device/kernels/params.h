@@ -1,0 +1,281 @@
+// Parameter structs: one per kernel, passed by value. tools/kernelgen reads this file and writes the Go mirrors, so it keeps to
+// flat structs of uint32_t, uint64_t, float, pointers, and arrays of those or of an earlier struct. Every struct is a multiple of
+// eight bytes. R is the number of rows of a pass; activations are BF16 unless a pointer says float.
+#pragma once
+#include <cstdint>
+#include <cuda_bf16.h>
+
+// One row of a pass, in the control block.
+struct Row {
+  uint32_t lane;      // index into the lanes of the pass
+  uint32_t index;     // among the lane's rows
+  uint32_t at;        // index in its sequence, on the clock of the pass
+  uint32_t token;
+  uint32_t pos[3];    // rotary positions, signed
+  uint32_t slot;      // image
+  uint32_t media;     // 1 + row of the media buffer, 0 for a token
+  uint32_t reserved[3];
+};
+
+// One lane of a pass.
+struct Lane {
+  uint32_t first, rows;  // its rows
+  uint32_t slot;         // image
+  uint32_t fold;         // recorded rows to bring fixed states forward by, before anything else
+  uint32_t record;       // 1: leave fixed states (folded) alone and record the rows
+  uint32_t carry;        // where carried rows are read or appended
+  uint32_t chain;        // 1: carried streams come from the chain buffer
+  uint32_t reserved;
+};
+
+// A stored matrix: rows first..first+rows of an encoded tensor with k columns.
+struct Mat {
+  const void* codes;
+  const void* high;          // high bits of Q5 and Q6
+  const void* scales;
+  const float* divisors;     // NVFP4
+  uint32_t format;           // FMT_*
+  uint32_t first, rows, k;
+  uint32_t stride, high_stride, scale_stride;  // bytes a row
+  uint32_t expert_rows;      // NVFP4: rows of one matrix of a bank
+};
+
+struct Part {
+  Mat m;
+  void* out;                 // [R][out_ld], BF16, or FP32 with PART_F32
+  uint32_t out_ld, flags;
+  float scale;               // of the argument of an epilogue function
+  uint32_t reserved;
+};
+
+struct GemvParams {
+  const void* x;             // [r][x_ld], BF16 or FP32
+  uint32_t r, x_ld, x_f32, parts;  // r: 1..8
+  Part part[6];
+};
+
+struct EmbedParams {
+  const Row* rows;
+  const float* media;        // [n][h]
+  __nv_bfloat16* x;          // [R][s*h]
+  Mat w;
+  uint32_t h, s;
+};
+
+struct InjectParams {
+  __nv_bfloat16* x;          // [R][s*h], updated
+  const __nv_bfloat16* y;    // [R][h], or null
+  const float* inject;       // [R][s]
+  const float* norm;         // [s*h], used as 1 + w; null: no norm wanted
+  float* n;                  // [R][s*h]
+  float* copy;               // [R][s*h]: the new streams as FP32 and x left alone, or null
+  uint32_t h, s;
+  float eps;
+  uint32_t reserved;
+};
+
+struct HcUpParams {
+  const float* low;          // [r][l]
+  const float* n;            // [r][s*h]
+  __nv_bfloat16* out;        // [r][h]
+  Mat up;
+  uint32_t r, h, s, l;       // r: 1..8
+};
+
+struct ConvParams {
+  const Lane* lanes;
+  const __nv_bfloat16* x;    // [R][c] inputs
+  const float* w;            // [taps][c]
+  __nv_bfloat16* window;     // [slots][(taps-1)*dilation][c]
+  __nv_bfloat16* records;    // [lanes][verify][c]
+  float* out;                // [R][c]: silu(conv), or null
+  const float* v;            // [R][c], or null
+  __nv_bfloat16* streams;    // [R][c]: += v + silu(conv), or null
+  uint32_t c, taps, dilation, verify;
+};
+
+struct DeltaParams {
+  const Lane* lanes;
+  const float* qkv;          // [R][c]: after convolution
+  const __nv_bfloat16* z;    // [R][heads*dim]
+  const __nv_bfloat16* a;    // [R][heads]
+  const __nv_bfloat16* b;    // [R][heads]
+  const float* alog;         // [heads]
+  const float* dt;           // [heads]
+  const float* norm;         // [dim]
+  float* state;              // [slots][heads][dim][dim]
+  float* records;            // [lanes][verify][heads][1+2*dim]: decay, key, correction
+  float* out;                // [R][heads*dim]
+  uint32_t key_heads, heads, dim, verify;
+  float eps;
+  uint32_t reserved;
+};
+
+struct PrepParams {
+  const Row* rows;
+  const __nv_bfloat16* qg;     // [R][heads*2*hd]
+  const __nv_bfloat16* key;    // [R][kv*hd]
+  const __nv_bfloat16* value;  // [R][kv*hd]
+  const __nv_bfloat16* index;  // [R][(ih+1)*id]
+  const float* q_norm;         // [hd]
+  const float* k_norm;         // [hd]
+  const float* iq_norm;        // [id]
+  const float* inverse;        // [rot/2]: inverse frequencies, then the axis of each as uint32_t
+  __nv_bfloat16* q;            // [R][heads*hd]
+  __nv_bfloat16* iq;           // [R][ih*id]
+  __nv_bfloat16* keys;         // [slots][tokens][kv*hd]
+  __nv_bfloat16* values;
+  __nv_bfloat16* raw;          // [slots][tokens][id]
+  uint32_t* positions;         // [slots][tokens][3]
+  uint32_t heads, kv, hd, ih, id, rot, tokens;
+  uint32_t append;             // 1: planes only
+  float eps;
+  uint32_t reserved;
+};
+
+struct BlockKeyParams {
+  const Row* rows;
+  const __nv_bfloat16* raw;    // [slots][tokens][id]
+  const uint32_t* positions;   // [slots][tokens][3]
+  const float* norm;           // [id]
+  const float* inverse;
+  __nv_bfloat16* keys;         // [slots][tokens/ratio][id]
+  uint32_t id, ratio, rot, tokens;
+  float eps;
+  uint32_t reserved;
+};
+
+struct ScoreParams {
+  const Row* rows;
+  const __nv_bfloat16* iq;     // [R][ih*id]
+  const __nv_bfloat16* keys;   // [slots][blocks][id]
+  float* scores;               // [R][blocks]
+  uint32_t ih, id, ratio, blocks, most, reserved;  // blocks: of an image; most: that a row selects
+};
+
+struct SelectParams {
+  const Row* rows;
+  const float* scores;         // [R][blocks]
+  uint32_t* list;              // [R][list_ld] tokens, ascending
+  uint32_t* count;             // [R]
+  uint32_t ratio, blocks, most, list_ld;
+};
+
+struct AttendParams {
+  const Row* rows;
+  const __nv_bfloat16* q;      // [R][heads*hd]
+  const __nv_bfloat16* keys;   // [slots][tokens][kv*hd]
+  const __nv_bfloat16* values;
+  const uint32_t* list;        // [R][list_ld]
+  const uint32_t* count;       // [R]
+  float* partial;              // [R][heads][splits][hd+2]: largest score, sum, values
+  uint32_t heads, kv, hd, tokens, list_ld, splits;
+};
+
+struct MergeParams {
+  const float* partial;
+  const __nv_bfloat16* qg;     // [R][heads*2*hd]
+  __nv_bfloat16* out;          // [R][heads*hd]
+  uint32_t heads, hd, splits, reserved;
+};
+
+struct RouteParams {
+  const float* logits;         // [R][experts]
+  const uint32_t* forced;      // [R][topk], ~0 in the first for rows that choose themselves; or null
+  uint32_t* chosen;            // [R][topk]
+  float* weight;               // [R][topk]
+  uint32_t experts, topk, normalize, reserved;
+};
+
+struct ExpertUpParams {
+  const __nv_bfloat16* x;      // [R][h]
+  const uint32_t* chosen;      // [R][topk]
+  __nv_bfloat16* hidden;       // [R][topk][inter]
+  __nv_bfloat16* shared;       // [R][shared_inter]
+  Mat bank;                    // [experts*2*inter][h]
+  Mat gate, up;                // [shared_inter][h]
+  uint32_t topk, inter, shared_inter, h;
+};
+
+struct ExpertDownParams {
+  const uint32_t* chosen;
+  const float* weight;
+  const float* gate;           // [R] logit of the shared expert
+  const __nv_bfloat16* hidden;
+  const __nv_bfloat16* shared;
+  __nv_bfloat16* out;          // [R][h]
+  Mat bank;                    // [experts*h][inter]
+  Mat down;                    // [h][shared_inter]
+  uint32_t topk, inter, shared_inter, h;
+};
+
+struct StemParams {
+  const Row* rows;
+  const Lane* lanes;
+  const __nv_bfloat16* carried;  // [slots][carry][s*h]
+  const __nv_bfloat16* chain;    // [lanes][s*h]
+  const float* norm_embed;       // [h]
+  const float* norm_hidden;      // [s*h]
+  __nv_bfloat16* e;              // [R][h]
+  __nv_bfloat16* hidden;         // [R][s*h]
+  Mat w;
+  uint32_t h, s, carry;
+  float eps;
+};
+
+struct StemAddParams {
+  const __nv_bfloat16* hidden;   // [R][s*h]
+  const __nv_bfloat16* e;        // [R][h]
+  __nv_bfloat16* x;              // [R][s*h]
+  uint32_t h, s, r, reserved;
+};
+
+struct CarryParams {
+  const Row* rows;
+  const Lane* lanes;
+  const __nv_bfloat16* x;        // [R][width]
+  __nv_bfloat16* carried;        // [slots][carry][width]
+  __nv_bfloat16* chain;          // [lanes][width]
+  uint32_t width, carry, draft, reserved;  // draft: the last row of a lane goes to chain, others nowhere
+};
+
+struct TableParams {
+  const uint8_t* raw;            // [R*heads][row_bytes]
+  float* out;                    // [R*heads][width]
+  uint32_t n, width, row_bytes, format;  // n: R*heads
+  float multiplier;
+  uint32_t reserved;
+};
+
+struct PleGateParams {
+  const __nv_bfloat16* key;      // [R][s*h]
+  const __nv_bfloat16* value;    // [R][h]
+  const __nv_bfloat16* x;        // [R][s*h]
+  const float* norm_key;         // [s*h]
+  const float* norm_query;
+  const float* norm_conv;
+  float* v;                      // [R][s*h]
+  __nv_bfloat16* vn;             // [R][s*h]
+  uint32_t h, s;
+  float eps;
+  uint32_t reserved;
+};
+
+struct GatherParams {
+  const uint32_t* list;          // [n] rows
+  const __nv_bfloat16* x;
+  __nv_bfloat16* out;            // [n][width]
+  uint32_t width, n;
+};
+
+struct PickParams {
+  const float* logits;           // [n][rows]
+  const uint32_t* map;           // [rows] or null
+  uint32_t* out;                 // [n]
+  uint32_t rows, ids;
+};
+
+struct SizesParams {
+  uint32_t* out;
+  uint32_t n, reserved;
+};

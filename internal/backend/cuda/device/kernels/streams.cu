@@ -1,0 +1,144 @@
+// Residual streams: embedding, injection and norm, the drafter's stem, carried rows, the n-gram embedding's gate.
+//
+//   embed      every stream of a row is its token's embedding, or its media vector. Grid: row.
+//   inject     x = bf16(x + inject*y), then n = x/rms(x) * (1 + w) a stream, FP32. Grid: stream, row.
+//   stem_norm  e = norm(embedding), hidden = norm over all carried streams, BF16. Grid: 2, row.
+//   stem_add   x[s] = hidden[s] + e.
+//   carry      streams to the carried rows, or to the chain buffer. Grid: row.
+//   table      decodes gathered rows of the n-gram table to FP32.
+//   ple_gate   gate of key and stream, v = gate*value (FP32), vn = its norm (BF16). Grid: stream, row.
+//   gather     copies the listed rows. Grid: list.
+//   sizes      sizes and offsets of every parameter struct, compared with Go's at start.
+#include "common.cuh"
+#include "sizes_gen.cuh"
+
+NINFER_KERNEL(embed, EmbedParams, 256, 1) {
+  pdl();
+  const Row row = p.rows[blockIdx.x];
+  bf16* x = p.x + (uint64_t)blockIdx.x * p.s * p.h;
+  for (uint32_t c = threadIdx.x; c < p.h; c += 256) {
+    const float v = row.media ? p.media[(uint64_t)(row.media - 1) * p.h + c] : value(p.w, row.token, c);
+    for (uint32_t s = 0; s < p.s; s++) x[s * p.h + c] = to_bf16(v);
+  }
+}
+
+NINFER_KERNEL(inject, InjectParams, 256, 1) {
+  __shared__ float shared[33];
+  pdl();
+  const uint32_t s = blockIdx.x, r = blockIdx.y;
+  const uint64_t at = ((uint64_t)r * p.s + s) * p.h;
+  const float f = p.y ? p.inject[r * p.s + s] : 0.0f;
+  float square = 0.0f;
+  for (uint32_t c = threadIdx.x; c < p.h; c += 256) {
+    float v = from_bf16(p.x[at + c]);
+    if (p.y) v = round_bf16(fmaf(f, from_bf16(p.y[(uint64_t)r * p.h + c]), v));
+    if (p.copy) p.copy[at + c] = v;
+    else if (p.y) p.x[at + c] = to_bf16(v);
+    square += v * v;
+  }
+  if (!p.norm) return;
+  const float scale = 1.0f / sqrtf(block_sum(square, shared) / p.h + p.eps);
+  for (uint32_t c = threadIdx.x; c < p.h; c += 256) p.n[at + c] = from_bf16(p.x[at + c]) * scale * (1.0f + p.norm[s * p.h + c]);
+}
+
+NINFER_KERNEL(stem_norm, StemParams, 256, 1) {
+  __shared__ float shared[33];
+  pdl();
+  const uint32_t r = blockIdx.y;
+  const Row row = p.rows[r];
+  const Lane lane = p.lanes[row.lane];
+  const uint32_t width = p.s * p.h;
+  if (blockIdx.x == 0) {
+    float square = 0.0f;
+    for (uint32_t c = threadIdx.x; c < p.h; c += 256) {
+      const float v = value(p.w, row.token, c);
+      square += v * v;
+    }
+    const float scale = 1.0f / sqrtf(block_sum(square, shared) / p.h + p.eps);
+    for (uint32_t c = threadIdx.x; c < p.h; c += 256)
+      p.e[(uint64_t)r * p.h + c] = to_bf16(value(p.w, row.token, c) * scale * (1.0f + p.norm_embed[c]));
+    return;
+  }
+  const bf16* in = lane.chain ? p.chain + (uint64_t)row.slot * width : p.carried + ((uint64_t)row.slot * p.carry + lane.carry + row.index) * width;
+  float square = 0.0f;
+  for (uint32_t c = threadIdx.x; c < width; c += 256) {
+    const float v = from_bf16(in[c]);
+    square += v * v;
+  }
+  const float scale = 1.0f / sqrtf(block_sum(square, shared) / width + p.eps);
+  for (uint32_t c = threadIdx.x; c < width; c += 256)
+    p.hidden[(uint64_t)r * width + c] = to_bf16(from_bf16(in[c]) * scale * (1.0f + p.norm_hidden[c]));
+}
+
+NINFER_KERNEL(stem_add, StemAddParams, 256, 1) {
+  pdl();
+  const uint32_t i = blockIdx.x * 256 + threadIdx.x, width = p.s * p.h;
+  if (i >= p.r * width) return;
+  p.x[i] = to_bf16(from_bf16(p.hidden[i]) + from_bf16(p.e[i / width * p.h + i % p.h]));
+}
+
+NINFER_KERNEL(carry, CarryParams, 256, 1) {
+  pdl();
+  const Row row = p.rows[blockIdx.x];
+  const Lane lane = p.lanes[row.lane];
+  if (p.draft && row.index + 1 != lane.rows) return;
+  bf16* out = p.draft ? p.chain + (uint64_t)row.slot * p.width : p.carried + ((uint64_t)row.slot * p.carry + lane.carry + row.index) * p.width;
+  for (uint32_t c = threadIdx.x; c < p.width; c += 256) out[c] = p.x[(uint64_t)blockIdx.x * p.width + c];
+}
+
+NINFER_KERNEL(table, TableParams, 256, 1) {
+  pdl();
+  const uint32_t i = blockIdx.x * 256 + threadIdx.x;
+  if (i >= p.n * p.width) return;
+  const uint8_t* row = p.raw + (uint64_t)(i / p.width) * p.row_bytes;
+  const uint32_t k = i % p.width;
+  float v;
+  if (p.format == FMT_BF16) v = __uint_as_float((uint32_t)(row[2 * k] | row[2 * k + 1] << 8) << 16);
+  else if (p.format == FMT_FP8) v = e4m3(row[k]) * p.multiplier;
+  else {
+    const uint8_t* s = row + p.width / 2 + k / 16 * 2;
+    v = (float)((int)(row[k / 2] >> (k % 2 * 4) & 15) - 8) * __half2float(__ushort_as_half((unsigned short)(s[0] | s[1] << 8)));
+  }
+  p.out[i] = v;
+}
+
+NINFER_KERNEL(ple_gate, PleGateParams, 256, 1) {
+  __shared__ float shared[33];
+  pdl();
+  const uint32_t s = blockIdx.x, r = blockIdx.y;
+  const uint64_t at = ((uint64_t)r * p.s + s) * p.h;
+  float kk = 0.0f, qq = 0.0f, kq = 0.0f, vv = 0.0f;
+  for (uint32_t c = threadIdx.x; c < p.h; c += 256) {
+    const float k = from_bf16(p.key[at + c]), q = from_bf16(p.x[at + c]), v = from_bf16(p.value[(uint64_t)r * p.h + c]);
+    kk += k * k;
+    qq += q * q;
+    vv += v * v;
+    kq += k * (1.0f + p.norm_key[s * p.h + c]) * (q * (1.0f + p.norm_query[s * p.h + c]));
+  }
+  kk = block_sum(kk, shared);
+  qq = block_sum(qq, shared);
+  kq = block_sum(kq, shared);
+  vv = block_sum(vv, shared);
+  const float h = p.h;
+  const float g = kq / sqrtf(kk / h + p.eps) / sqrtf(qq / h + p.eps) / sqrtf(h);
+  float root = sqrtf(fmaxf(fabsf(g), 1e-6f));
+  root = g < 0.0f ? -root : g == 0.0f ? 0.0f : root;
+  const float gate = sigmoid(root);
+  const float scale = 1.0f / sqrtf(gate * gate * vv / h + p.eps);
+  for (uint32_t c = threadIdx.x; c < p.h; c += 256) {
+    const float v = gate * from_bf16(p.value[(uint64_t)r * p.h + c]);
+    p.v[at + c] = v;
+    p.vn[at + c] = to_bf16(v * scale * (1.0f + p.norm_conv[s * p.h + c]));
+  }
+}
+
+NINFER_KERNEL(gather, GatherParams, 256, 1) {
+  pdl();
+  const uint64_t from = (uint64_t)p.list[blockIdx.x] * p.width, to = (uint64_t)blockIdx.x * p.width;
+  for (uint32_t c = threadIdx.x; c < p.width; c += 256) p.out[to + c] = p.x[from + c];
+}
+
+NINFER_KERNEL(sizes, SizesParams, 32, 1) {
+  pdl();
+  for (uint32_t i = threadIdx.x; i < p.n; i += 32) p.out[i] = i < kSizeCount ? kSizes[i] : ~0u;
+}

@@ -1,0 +1,588 @@
+package device
+
+import (
+	"fmt"
+	"math"
+	"slices"
+
+	"ninfer/internal/backend"
+	"ninfer/internal/backend/cuda/device/kernels"
+	"ninfer/internal/backend/cuda/driver"
+)
+
+// prepare uploads what an operation needs and returns what launches it; nil if that is nothing.
+func (s *step) prepare(c *driver.Context, op backend.Op) (func(*pass) error, error) {
+	switch op := op.(type) {
+	case backend.Embed:
+		return s.prepareEmbed(c, op)
+	case backend.PLEStart:
+		return s.preparePLEStart(c, op)
+	case backend.PLEJoin:
+		return s.preparePLEJoin(c, op)
+	case backend.Mix:
+		return s.prepareMix(c, op)
+	case backend.Defer:
+		s.pending[op.X.X] = op.Y + 1
+		return nil, nil
+	case backend.GDN:
+		return s.prepareGDN(c, op)
+	case backend.QSA:
+		return s.prepareQSA(c, op)
+	case backend.MoE:
+		return s.prepareMoE(c, op)
+	case backend.Stem:
+		return s.prepareStem(c, op)
+	case backend.Carry:
+		return s.prepareCarry(c, op)
+	case backend.Head:
+		return s.prepareHead(c, op)
+	case backend.Tap:
+		return s.prepareTap(c, op)
+	}
+	return nil, fmt.Errorf("unknown operation %T", op)
+}
+
+// loader collects the weights of an operation; the first error stays.
+type loader struct {
+	s   *step
+	c   *driver.Context
+	err error
+}
+
+func (l *loader) matrix(w backend.Weight) kernels.Mat {
+	if l.err != nil {
+		return kernels.Mat{}
+	}
+	var m kernels.Mat
+	m, l.err = l.s.d.matrix(l.c, w)
+	return m
+}
+
+func (l *loader) vector(w backend.Weight) driver.Ptr {
+	if l.err != nil {
+		return 0
+	}
+	var p driver.Ptr
+	p, l.err = l.s.d.vector(l.c, w)
+	return p
+}
+
+func (l *loader) rotary(r backend.Rotary) driver.Ptr {
+	if l.err != nil {
+		return 0
+	}
+	var p driver.Ptr
+	p, l.err = l.s.d.rotary(l.c, r)
+	return p
+}
+
+// rows reserves memory for a row of so many bytes for each row of the pass. Operations run one after the other, so those of the same
+// name and size share it.
+func (l *loader) rows(name string, bytes int) driver.Ptr {
+	if l.err != nil {
+		return 0
+	}
+	key := scratchKey{name, bytes}
+	if p, ok := l.s.scratch[key]; ok {
+		return p
+	}
+	var p driver.Ptr
+	p, l.err = l.s.alloc(l.c, name, l.s.program.Pass.Rows*bytes)
+	l.s.scratch[key] = p
+	return p
+}
+
+func (l *loader) check(ok bool, format string, args ...any) {
+	if l.err == nil && !ok {
+		l.err = fmt.Errorf(format, args...)
+	}
+}
+
+type scratchKey struct {
+	name  string
+	bytes int
+}
+
+func tiles(n, size int) int { return (n + size - 1) / size }
+
+// gemv multiplies matrices with rows of x, eight rows a launch. element is 4 for FP32 rows and 2 for BF16.
+func (p *pass) gemv(x driver.Ptr, element, ld, rows int, parts ...kernels.Part) error {
+	g := kernels.GemvParams{XLd: uint32(ld), Parts: uint32(len(parts))}
+	if element == 4 {
+		g.XF32 = 1
+	}
+	n := 0
+	for _, q := range parts {
+		n += int(q.M.Rows)
+	}
+	for r := 0; r < rows; r += kernels.MaxRows {
+		g.X, g.R = x+driver.Ptr(r*ld*element), uint32(min(kernels.MaxRows, rows-r))
+		for i, q := range parts {
+			size := 2
+			if q.Flags&kernels.PartF32 != 0 {
+				size = 4
+			}
+			g.Part[i] = q
+			g.Part[i].Out += driver.Ptr(r * int(q.OutLd) * size)
+		}
+		if err := start(p, kernels.Gemv, tiles(n, 8), 1, 1, 0, &g); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// embed is what a step knows of its tokens' embedding.
+type embed struct{ vocab, width int }
+
+func (s *step) prepareEmbed(c *driver.Context, op backend.Embed) (func(*pass) error, error) {
+	l := &loader{s: s, c: c}
+	h := op.W.Cols()
+	s.embed = &embed{op.W.N, h}
+	e := kernels.EmbedParams{
+		Rows: s.rows, X: s.bufs[op.X.X], W: l.matrix(op.W), Media: l.rows("media", 4*h), H: uint32(h), S: uint32(s.program.Bufs[op.X.X].Width / h),
+	}
+	if l.err != nil {
+		return nil, l.err
+	}
+	s.pending[op.X.X] = 0
+	var staged []byte
+	s.uploads = append(s.uploads, func(p *pass) error {
+		n := 0
+		for i := range p.in {
+			for j, row := range p.in[i].Media {
+				if row == nil {
+					continue
+				}
+				if staged == nil {
+					var err error
+					if staged, err = s.pinned(p.c, 4*h*s.program.Pass.Rows); err != nil {
+						return err
+					}
+				}
+				copy(staged[4*h*n:], bytesIn(row))
+				n++
+				p.rows[int(p.lanes[i].First)+j].Media = uint32(n)
+			}
+		}
+		return p.c.ToDevice(s.d.stream, e.Media, staged[:4*h*n])
+	})
+	return func(p *pass) error { return start(p, kernels.Embed, len(p.rows), 1, 1, 0, &e) }, nil
+}
+
+// injection returns the parameters that add the pending injection to streams x, and forgets it; y is 0 if nothing is pending.
+func (s *step) injection(x backend.Streams, keep bool) kernels.InjectParams {
+	i := kernels.InjectParams{X: s.bufs[x.X], Inject: s.bufs[x.Inject]}
+	streams := s.program.Bufs[x.Inject].Width
+	i.S, i.H = uint32(streams), uint32(s.program.Bufs[x.X].Width/streams)
+	if y := s.pending[x.X]; y > 0 {
+		i.Y = s.bufs[y-1]
+	}
+	if !keep {
+		s.pending[x.X] = 0
+	}
+	return i
+}
+
+func (s *step) prepareMix(c *driver.Context, op backend.Mix) (func(*pass) error, error) {
+	l := &loader{s: s, c: c}
+	in := s.injection(op.X, false)
+	h := s.program.Bufs[op.Out].Width
+	width := s.program.Bufs[op.X.X].Width
+	streams, low := width/h, op.W.Down.N
+	in.H, in.S, in.Eps = uint32(h), uint32(streams), float32(op.W.Eps)
+	in.Norm, in.N = l.vector(op.W.Norm), l.rows("norm", 4*width)
+	lows := l.rows("low", 4*low)
+	parts := []kernels.Part{part(l.matrix(op.W.Down), lows, low, kernels.PartF32|kernels.PartSilu, 1/float32(streams))}
+	if op.W.Inject.Present() {
+		parts = append(parts, part(l.matrix(op.W.Inject), s.bufs[op.X.Inject], streams, kernels.PartF32|kernels.PartSigmoid2, 1/float32(streams)))
+	}
+	up := kernels.HcUpParams{Up: l.matrix(op.W.Up), H: uint32(h), S: uint32(streams), L: uint32(low)}
+	return func(p *pass) error {
+		if err := start(p, kernels.Inject, streams, len(p.rows), 1, 0, &in); err != nil {
+			return err
+		}
+		if err := p.gemv(in.N, 4, width, len(p.rows), parts...); err != nil {
+			return err
+		}
+		for r := 0; r < len(p.rows); r += kernels.MaxRows {
+			u := up
+			u.R = uint32(min(kernels.MaxRows, len(p.rows)-r))
+			u.Low, u.N, u.Out = lows+driver.Ptr(4*r*low), in.N+driver.Ptr(4*r*width), s.bufs[op.Out]+driver.Ptr(2*r*h)
+			if err := start(p, kernels.HcUp, tiles(h, 8), 1, 1, 0, &u); err != nil {
+				return err
+			}
+		}
+		return nil
+	}, l.err
+}
+
+func (s *step) prepareGDN(c *driver.Context, op backend.GDN) (func(*pass) error, error) {
+	l := &loader{s: s, c: c}
+	w, d := op.W, s.d
+	h := s.program.Bufs[op.In].Width
+	kd, vd := w.KeyHeads*w.Dim, w.ValueHeads*w.Dim
+	width := 2*kd + vd
+	l.check(w.Dim <= 128, "heads of %d, at most 128", w.Dim)
+	raw, z := l.rows("conv inputs", 2*width), l.rows("z", 2*vd)
+	a, b := l.rows("a", 2*w.ValueHeads), l.rows("b", 2*w.ValueHeads)
+	convolved, gated := l.rows("convolved", 4*width), l.rows("gated", 4*vd)
+	parts := []kernels.Part{
+		part(l.matrix(w.Query), raw, width, 0, 0), part(l.matrix(w.Key), raw+driver.Ptr(2*kd), width, 0, 0),
+		part(l.matrix(w.Value), raw+driver.Ptr(4*kd), width, 0, 0), part(l.matrix(w.Z), z, vd, 0, 0),
+		part(l.matrix(w.A), a, w.ValueHeads, 0, 0), part(l.matrix(w.B), b, w.ValueHeads, 0, 0),
+	}
+	out := part(l.matrix(w.Out), s.bufs[op.Out], w.Out.N, 0, 0)
+	conv := kernels.ConvParams{
+		Lanes: s.lanes, X: raw, W: l.vector(w.Conv), Window: d.states[op.Window].at, Records: d.states[op.Window].records, Out: convolved,
+		C: uint32(width), Taps: uint32(w.Taps), Dilation: 1, Verify: uint32(d.opt.Verify),
+	}
+	delta := kernels.DeltaParams{
+		Lanes: s.lanes, Qkv: convolved, Z: z, A: a, B: b, Alog: l.vector(w.ALog), Dt: l.vector(w.DtBias), Norm: l.vector(w.Norm),
+		State: d.states[op.Matrix].at, Records: d.states[op.Matrix].records, Out: gated,
+		KeyHeads: uint32(w.KeyHeads), Heads: uint32(w.ValueHeads), Dim: uint32(w.Dim), Verify: uint32(d.opt.Verify), Eps: float32(w.Eps),
+	}
+	shared := uint32(4 * (w.Dim*w.Dim + 7*w.Dim))
+	s.brings(op.Window, s.folder(kernels.Conv, tiles(width, 256), 0, conv, func(p *kernels.ConvParams) *driver.Ptr { return &p.Lanes }))
+	s.brings(op.Matrix, s.folderDelta(w.ValueHeads, shared, delta))
+	return func(p *pass) error {
+		if err := p.gemv(s.bufs[op.In], 2, h, len(p.rows), parts...); err != nil {
+			return err
+		}
+		if err := start(p, kernels.Conv, tiles(width, 256), len(p.lanes), 1, 0, &conv); err != nil {
+			return err
+		}
+		if err := start(p, kernels.Delta, w.ValueHeads, len(p.lanes), 1, shared, &delta); err != nil {
+			return err
+		}
+		return p.gemv(gated, 4, vd, len(p.rows), out)
+	}, l.err
+}
+
+// brings notes that the program brings a Fixed state forward, and how to fold it outside a pass.
+func (s *step) brings(id backend.StateID, fold func(*Device, *driver.Context, driver.Ptr) error) {
+	s.fixed = append(s.fixed, id)
+	s.d.folders[id] = fold
+}
+
+// folder folds a convolution's window: the kernel with a lane of no rows.
+func (s *step) folder(k kernels.ID, grid int, shared uint32, params kernels.ConvParams, lanes func(*kernels.ConvParams) *driver.Ptr) func(*Device, *driver.Context, driver.Ptr) error {
+	return func(d *Device, c *driver.Context, lane driver.Ptr) error {
+		q := params
+		*lanes(&q) = lane
+		return kernels.Run(d.set, c, d.stream, k, [3]uint32{uint32(grid), 1, 1}, shared, &q, true)
+	}
+}
+
+func (s *step) folderDelta(heads int, shared uint32, params kernels.DeltaParams) func(*Device, *driver.Context, driver.Ptr) error {
+	return func(d *Device, c *driver.Context, lane driver.Ptr) error {
+		q := params
+		q.Lanes = lane
+		return kernels.Run(d.set, c, d.stream, kernels.Delta, [3]uint32{uint32(heads), 1, 1}, shared, &q, true)
+	}
+}
+
+// splits is how many blocks share a row's attention in each head.
+const splits = 8
+
+func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error, error) {
+	l := &loader{s: s, c: c}
+	w, d := op.W, s.d
+	h := s.program.Bufs[op.In].Width
+	tokens, blocks := d.opt.Tokens, d.opt.Tokens/w.Ratio
+	l.check(w.HeadDim <= 256 && w.IndexDim <= 256, "heads of %d and %d, at most 256", w.HeadDim, w.IndexDim)
+	kw, qw, iw := w.KVHeads*w.HeadDim, w.Heads*w.HeadDim, (w.IndexHeads+1)*w.IndexDim
+	key, value, index := l.rows("key", 2*kw), l.rows("value", 2*kw), l.rows("index", 2*iw)
+	at := func(id backend.StateID) driver.Ptr { return d.states[id].at }
+	prep := kernels.PrepParams{
+		Rows: s.rows, Key: key, Value: value, Index: index, KNorm: l.vector(w.KeyNorm), Inverse: l.rotary(w.Rotary),
+		Keys: at(op.Keys), Values: at(op.Values), Raw: at(op.RawIndex), Positions: at(op.Positions),
+		Heads: uint32(w.Heads), Kv: uint32(w.KVHeads), Hd: uint32(w.HeadDim), Ih: uint32(w.IndexHeads), Id: uint32(w.IndexDim),
+		Rot: uint32(w.Rotary.Dim), Tokens: uint32(tokens), Eps: float32(w.Eps), Append: 1,
+	}
+	block := kernels.BlockKeyParams{
+		Rows: s.rows, Raw: prep.Raw, Positions: prep.Positions, Norm: l.vector(w.IndexKeyNorm), Inverse: prep.Inverse, Keys: at(op.IndexKeys),
+		Id: prep.Id, Ratio: uint32(w.Ratio), Rot: prep.Rot, Tokens: prep.Tokens, Eps: prep.Eps,
+	}
+	parts := []kernels.Part{
+		part(l.matrix(w.Key), key, kw, 0, 0), part(l.matrix(w.Value), value, kw, 0, 0), part(l.matrix(w.Index), index, iw, 0, 0),
+	}
+	units := 2*w.KVHeads + 1
+	fill := func(p *pass) error {
+		if err := p.gemv(s.bufs[op.In], 2, h, len(p.rows), parts...); err != nil {
+			return err
+		}
+		if err := start(p, kernels.Prep, units, len(p.rows), 1, 0, &prep); err != nil {
+			return err
+		}
+		return start(p, kernels.BlockKey, len(p.rows), 1, 1, 0, &block)
+	}
+	if op.AppendOnly {
+		return fill, l.err
+	}
+	units += w.Heads + w.IndexHeads
+	longest := w.Blocks*w.Ratio + w.Ratio - 1
+	prep.Append = 0
+	prep.Qg, prep.QNorm, prep.IqNorm = l.rows("query and gate", 4*qw), l.vector(w.QueryNorm), l.vector(w.IndexQueryNorm)
+	prep.Q, prep.Iq = l.rows("query", 2*qw), l.rows("index query", 2*w.IndexHeads*w.IndexDim)
+	parts = append(parts, part(l.matrix(w.QueryGate), prep.Qg, 2*qw, 0, 0))
+	score := kernels.ScoreParams{
+		Rows: s.rows, Iq: prep.Iq, Keys: block.Keys, Scores: l.rows("scores", 4*max(blocks, 1)),
+		Ih: prep.Ih, Id: prep.Id, Ratio: block.Ratio, Blocks: uint32(blocks), Most: uint32(w.Blocks),
+	}
+	choose := kernels.SelectParams{
+		Rows: s.rows, Scores: score.Scores, List: l.rows("selection", 4*longest), Count: l.rows("selected", 4),
+		Ratio: block.Ratio, Blocks: score.Blocks, Most: score.Most, ListLd: uint32(longest),
+	}
+	attend := kernels.AttendParams{
+		Rows: s.rows, Q: prep.Q, Keys: prep.Keys, Values: prep.Values, List: choose.List, Count: choose.Count,
+		Partial: l.rows("attention parts", 4*w.Heads*splits*(w.HeadDim+2)),
+		Heads:   prep.Heads, Kv: prep.Kv, Hd: prep.Hd, Tokens: prep.Tokens, ListLd: choose.ListLd, Splits: splits,
+	}
+	merge := kernels.MergeParams{Partial: attend.Partial, Qg: prep.Qg, Out: l.rows("attended", 2*qw), Heads: prep.Heads, Hd: prep.Hd, Splits: splits}
+	out := part(l.matrix(w.Out), s.bufs[op.Out], w.Out.N, 0, 0)
+	scorers := max(1, min(64, tiles(blocks, 8)))
+	return func(p *pass) error {
+		if err := fill(p); err != nil {
+			return err
+		}
+		if blocks > w.Blocks {
+			if err := start(p, kernels.Score, scorers, len(p.rows), 1, 0, &score); err != nil {
+				return err
+			}
+		}
+		if err := start(p, kernels.SelectBlocks, len(p.rows), 1, 1, 0, &choose); err != nil {
+			return err
+		}
+		if !p.plain {
+			if err := p.lookSelection(op.Layer, &choose); err != nil {
+				return err
+			}
+		}
+		if err := start(p, kernels.Attend, w.Heads, len(p.rows), splits, 0, &attend); err != nil {
+			return err
+		}
+		if err := start(p, kernels.Merge, w.Heads, len(p.rows), 1, 0, &merge); err != nil {
+			return err
+		}
+		return p.gemv(merge.Out, 2, qw, len(p.rows), out)
+	}, l.err
+}
+
+// lookSelection replaces forced selections and traces what is attended to, row by row.
+func (p *pass) lookSelection(layer int, sel *kernels.SelectParams) error {
+	c, st := p.c, p.s.d.stream
+	for r, row := range p.rows {
+		in := &p.in[row.Lane]
+		list, count := sel.List+driver.Ptr(4*r*int(sel.ListLd)), sel.Count+driver.Ptr(4*r)
+		visible := int(row.At) + 1
+		if f := in.Force; f != nil && f.Selected[layer] != nil {
+			if len(f.Selected[layer]) <= int(row.Index) || len(f.Selected[layer][row.Index]) < visible {
+				return fmt.Errorf("forced selection lacks row %d", row.Index)
+			}
+			var ids []uint32
+			for t, on := range f.Selected[layer][row.Index][:visible] {
+				if on {
+					ids = append(ids, uint32(t))
+				}
+			}
+			if len(ids) > int(sel.ListLd) {
+				return fmt.Errorf("forced selection of %d tokens, room for %d", len(ids), sel.ListLd)
+			}
+			n := []uint32{uint32(len(ids))}
+			if err := c.ToDevice(st, list, bytesIn(ids)); err != nil {
+				return err
+			}
+			if err := c.ToDevice(st, count, bytesIn(n)); err != nil {
+				return err
+			}
+			if err := c.SyncStream(st); err != nil {
+				return err
+			}
+		}
+		if t := in.Trace; t != nil {
+			n := make([]uint32, 1)
+			if err := p.read(bytesIn(n), count); err != nil {
+				return err
+			}
+			if int(n[0]) > int(sel.ListLd) {
+				return fmt.Errorf("row %d selects %d tokens, room for %d", r, n[0], sel.ListLd)
+			}
+			ids := make([]uint32, n[0])
+			if err := p.read(bytesIn(ids), list); err != nil {
+				return err
+			}
+			line := make([]bool, visible)
+			for _, id := range ids {
+				if int(id) >= visible {
+					return fmt.Errorf("row %d selects token %d of %d", r, id, visible)
+				}
+				line[id] = true
+			}
+			if t.Selected == nil {
+				t.Selected = map[int][][]bool{}
+			}
+			t.Selected[layer] = append(t.Selected[layer], line)
+		}
+	}
+	return nil
+}
+
+// read copies device memory to the host and waits for it.
+func (p *pass) read(dst []byte, src driver.Ptr) error {
+	if err := p.c.SyncStream(p.s.d.stream); err != nil {
+		return err
+	}
+	if err := p.c.ToHost(p.s.d.stream, dst, src); err != nil {
+		return err
+	}
+	return p.c.SyncStream(p.s.d.stream)
+}
+
+func (s *step) prepareMoE(c *driver.Context, op backend.MoE) (func(*pass) error, error) {
+	l := &loader{s: s, c: c}
+	w := op.W
+	h := s.program.Bufs[op.In].Width
+	logits, gate := l.rows("router logits", 4*w.Experts), l.rows("shared logit", 4)
+	parts := []kernels.Part{
+		part(l.matrix(w.Router), logits, w.Experts, kernels.PartF32, 0), part(l.matrix(w.SharedVector), gate, 1, kernels.PartF32, 0),
+	}
+	forced := l.rows("forced experts", 4*w.TopK)
+	route := kernels.RouteParams{
+		Logits: logits, Chosen: l.rows("experts", 4*w.TopK), Weight: l.rows("expert weights", 4*w.TopK),
+		Experts: uint32(w.Experts), Topk: uint32(w.TopK),
+	}
+	if w.Normalize {
+		route.Normalize = 1
+	}
+	up := kernels.ExpertUpParams{
+		X: s.bufs[op.In], Chosen: route.Chosen, Hidden: l.rows("expert hidden", 2*w.TopK*w.Inter), Shared: l.rows("shared hidden", 2*w.SharedInter),
+		Bank: l.matrix(w.GateUp), Gate: l.matrix(w.SharedGate), Up: l.matrix(w.SharedUp),
+		Topk: route.Topk, Inter: uint32(w.Inter), SharedInter: uint32(w.SharedInter), H: uint32(h),
+	}
+	down := kernels.ExpertDownParams{
+		Chosen: route.Chosen, Weight: route.Weight, Gate: gate, Hidden: up.Hidden, Shared: up.Shared, Out: s.bufs[op.Out],
+		Bank: l.matrix(w.Down), Down: l.matrix(w.SharedDown), Topk: route.Topk, Inter: up.Inter, SharedInter: up.SharedInter, H: up.H,
+	}
+	widest := max(w.Inter, w.SharedInter)
+	return func(p *pass) error {
+		if err := p.gemv(s.bufs[op.In], 2, h, len(p.rows), parts...); err != nil {
+			return err
+		}
+		q := route
+		if !p.plain {
+			on, err := p.forceExperts(op, forced)
+			if err != nil {
+				return err
+			}
+			if on {
+				q.Forced = forced
+			}
+		}
+		if err := start(p, kernels.Route, len(p.rows), 1, 1, 0, &q); err != nil {
+			return err
+		}
+		if !p.plain {
+			if err := p.traceExperts(op, route.Chosen); err != nil {
+				return err
+			}
+		}
+		if err := start(p, kernels.ExpertUp, tiles(widest, 8), w.TopK+1, len(p.rows), 0, &up); err != nil {
+			return err
+		}
+		return start(p, kernels.ExpertDown, tiles(h, 8), len(p.rows), 1, 0, &down)
+	}, l.err
+}
+
+// forceExperts sends the forced experts of the rows that have some.
+func (p *pass) forceExperts(op backend.MoE, forced driver.Ptr) (on bool, err error) {
+	k := op.W.TopK
+	ids := make([]uint32, len(p.rows)*k)
+	for r, row := range p.rows {
+		line := ids[r*k : (r+1)*k]
+		line[0] = math.MaxUint32
+		f := p.in[row.Lane].Force
+		if f == nil || f.Experts[op.Layer] == nil {
+			continue
+		}
+		if len(f.Experts[op.Layer]) <= int(row.Index) {
+			return false, fmt.Errorf("forced routing lacks row %d", row.Index)
+		}
+		chosen := f.Experts[op.Layer][row.Index]
+		if len(chosen) != k {
+			return false, fmt.Errorf("forced routing of %d experts, need %d", len(chosen), k)
+		}
+		for i, e := range chosen {
+			if e < 0 || int(e) >= op.W.Experts {
+				return false, fmt.Errorf("expert %d of %d", e, op.W.Experts)
+			}
+			line[i] = uint32(e)
+		}
+		on = true
+	}
+	if !on {
+		return false, nil
+	}
+	if err := p.c.ToDevice(p.s.d.stream, forced, bytesIn(ids)); err != nil {
+		return false, err
+	}
+	return true, p.c.SyncStream(p.s.d.stream)
+}
+
+func (p *pass) traceExperts(op backend.MoE, chosen driver.Ptr) error {
+	if !slices.ContainsFunc(p.in, func(in backend.LaneRows) bool { return in.Trace != nil }) {
+		return nil
+	}
+	k := op.W.TopK
+	ids := make([]int32, len(p.rows)*k)
+	if err := p.read(bytesIn(ids), chosen); err != nil {
+		return err
+	}
+	for r, row := range p.rows {
+		if t := p.in[row.Lane].Trace; t != nil {
+			if t.Experts == nil {
+				t.Experts = map[int][][]int32{}
+			}
+			t.Experts[op.Layer] = append(t.Experts[op.Layer], slices.Sorted(slices.Values(ids[r*k:(r+1)*k])))
+		}
+	}
+	return nil
+}
+
+func (s *step) prepareTap(_ *driver.Context, op backend.Tap) (func(*pass) error, error) {
+	s.inspect = true
+	in := s.injection(op.X, true)
+	width := s.program.Bufs[op.X.X].Width
+	return func(p *pass) error {
+		if !slices.ContainsFunc(p.in, func(in backend.LaneRows) bool { return in.Trace != nil }) {
+			return nil
+		}
+		var err error
+		if in.Copy, err = p.c.Alloc("trace", uint64(4*len(p.rows)*width)); err != nil {
+			return err
+		}
+		defer func() { _ = p.c.Free(in.Copy) }()
+		if err := start(p, kernels.Inject, int(in.S), len(p.rows), 1, 0, &in); err != nil {
+			return err
+		}
+		x := make([]float32, len(p.rows)*width)
+		if err := p.read(bytesIn(x), in.Copy); err != nil {
+			return err
+		}
+		for r, row := range p.rows {
+			t := p.in[row.Lane].Trace
+			if t == nil {
+				continue
+			}
+			line := make([]float64, width)
+			for i := range line {
+				line[i] = float64(x[r*width+i])
+			}
+			if t.Streams == nil {
+				t.Streams = map[string][][]float64{}
+			}
+			t.Streams[op.Name] = append(t.Streams[op.Name], line)
+		}
+		return nil
+	}, nil
+}

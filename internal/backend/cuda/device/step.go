@@ -1,0 +1,506 @@
+package device
+
+import (
+	"errors"
+	"fmt"
+	"runtime"
+	"slices"
+	"unsafe"
+
+	"ninfer/internal/backend"
+	"ninfer/internal/backend/cuda/device/kernels"
+	"ninfer/internal/backend/cuda/driver"
+)
+
+// step is a compiled program: what launches each operation, and memory for activations and for a launch.
+type step struct {
+	d       *Device
+	program *backend.Program
+	run     []func(*pass) error
+	names   []string // what each of run is
+	bufs    []driver.Ptr
+	taken   []driver.Ptr // device memory to free
+	host    [][]byte     // pinned memory to free
+	uploads []func(*pass) error
+	pending []backend.Buf // of each streams buffer: 1 + the block output whose injection waits, 0 for none; while compiling
+
+	fixed   []backend.StateID // Fixed states on the device that the program brings forward
+	history bool              // it advances the n-gram history
+	carries bool
+	stem    bool
+	inspect bool // it has a tap: never captured
+
+	// The control block: rows, lanes, wanted rows. control is its pinned twin, read by the GPU until copied happened.
+	control []byte
+	block   driver.Ptr
+	rows    driver.Ptr
+	lanes   driver.Ptr
+	want    driver.Ptr
+	copied  driver.Event
+	done    driver.Event
+	waiting bool // copied has been recorded
+
+	head    *head
+	embed   *embed
+	graphs  map[shape]*graph
+	scratch map[scratchKey]driver.Ptr
+	pass    pass
+	seq     backend.Seq
+	result  backend.Result
+}
+
+// shape is what a captured graph depends on.
+type shape struct{ rows, lanes, wanted int }
+
+// graph is a captured launch list; before the second launch of its shape there is none.
+type graph struct {
+	exec  driver.Exec
+	nodes int
+}
+
+// pass is a launch in progress.
+type pass struct {
+	s      *step
+	c      *driver.Context
+	in     []backend.LaneRows
+	rows   []kernels.Row
+	lanes  []kernels.Lane
+	wanted []uint32
+	held   []int32 // base lengths of the lanes
+	plain  bool    // nothing looks inside or forces: fit for a graph
+}
+
+// Pass is the shape the step was compiled for.
+func (s *step) Pass() backend.Pass { return s.program.Pass }
+
+// alloc reserves device memory for n values of so many bytes for each row of the pass.
+func (s *step) alloc(c *driver.Context, what string, bytes int) (driver.Ptr, error) {
+	p, err := s.d.alloc(c, what, uint64(bytes))
+	if err == nil {
+		s.taken = append(s.taken, p)
+	}
+	return p, err
+}
+
+func (s *step) pinned(c *driver.Context, bytes int) ([]byte, error) {
+	b, err := c.AllocHost(max(bytes, 16), false)
+	if err == nil {
+		s.host = append(s.host, b)
+	}
+	return b, err
+}
+
+func (s *step) free(c *driver.Context) (err error) {
+	for _, g := range s.graphs {
+		if g.exec != 0 {
+			err = errors.Join(err, c.DestroyExec(g.exec))
+		}
+	}
+	for _, p := range s.taken {
+		err = errors.Join(err, c.Free(p))
+	}
+	for _, b := range s.host {
+		err = errors.Join(err, c.FreeHost(b))
+	}
+	if s.copied != 0 {
+		err = errors.Join(err, c.DestroyEvent(s.copied))
+	}
+	if s.done != 0 {
+		err = errors.Join(err, c.DestroyEvent(s.done))
+	}
+	return err
+}
+
+// Compile uploads a program's weights, reserves its memory and prepares its launches.
+func (d *Device) Compile(p *backend.Program) (backend.Step, error) {
+	if p.Pass.Rows < 1 || p.Pass.Lanes < 1 {
+		return nil, fmt.Errorf("cuda: compile %v: no rows", p.Pass.Kind)
+	}
+	s := &step{d: d, program: p, pending: make([]backend.Buf, len(p.Bufs)), graphs: map[shape]*graph{}, scratch: map[scratchKey]driver.Ptr{}}
+	s.pass.s = s
+	err := d.do(fmt.Sprintf("compile %v", p.Pass.Kind), func(c *driver.Context) error {
+		d.steps = append(d.steps, s)
+		return s.compile(c)
+	})
+	if err != nil {
+		return nil, err
+	}
+	if drafting := p.Pass.Kind == backend.Draft || p.Pass.Kind == backend.Seed; drafting != s.stem {
+		return nil, fmt.Errorf("cuda: compile %v: a drafter's pass has a stem and no other has", p.Pass.Kind)
+	}
+	return s, nil
+}
+
+const (
+	rowBytes  = int(unsafe.Sizeof(kernels.Row{}))
+	laneBytes = int(unsafe.Sizeof(kernels.Lane{}))
+)
+
+func (s *step) compile(c *driver.Context) (err error) {
+	shape := s.program.Pass
+	size := shape.Rows*(rowBytes+4) + shape.Lanes*laneBytes
+	if s.control, err = s.pinned(c, size); err != nil {
+		return err
+	}
+	if s.block, err = s.alloc(c, "control block", size); err != nil {
+		return err
+	}
+	s.rows = s.block
+	s.lanes = s.rows + driver.Ptr(shape.Rows*rowBytes)
+	s.want = s.lanes + driver.Ptr(shape.Lanes*laneBytes)
+	if s.copied, err = c.NewEvent(false); err != nil {
+		return err
+	}
+	if s.done, err = c.NewEvent(false); err != nil {
+		return err
+	}
+	inject := map[backend.Buf]bool{} // FP32 buffers: injection weights, and what the n-gram table gives
+	for _, op := range s.program.Ops {
+		switch op := op.(type) {
+		case backend.Mix:
+			inject[op.X.Inject] = true
+		case backend.PLEStart:
+			inject[op.Out] = true
+		}
+	}
+	for i, b := range s.program.Bufs {
+		element := 2
+		if inject[backend.Buf(i)] {
+			element = 4
+		}
+		p, err := s.alloc(c, b.Name, element*shape.Rows*b.Width)
+		if err != nil {
+			return err
+		}
+		s.bufs = append(s.bufs, p)
+	}
+	for _, op := range s.program.Ops {
+		run, err := s.prepare(c, op)
+		if err != nil {
+			return fmt.Errorf("%v: %w", op, err)
+		}
+		if run != nil {
+			s.names = append(s.names, op.String())
+			s.run = append(s.run, func(p *pass) error {
+				if err := run(p); err != nil {
+					return fmt.Errorf("%v: %w", op, err)
+				}
+				return nil
+			})
+		}
+	}
+	return c.SyncStream(s.d.stream)
+}
+
+// start launches a kernel.
+func start[P any](p *pass, k kernels.ID, x, y, z int, shared uint32, params *P) error {
+	return kernels.Run(p.s.d.set, p.c, p.s.d.stream, k, [3]uint32{uint32(x), uint32(y), uint32(z)}, shared, params, true)
+}
+
+// Launch queues a step.
+func (d *Device) Launch(st backend.Step, ctl *backend.Control) (backend.Seq, error) {
+	s, ok := st.(*step)
+	if !ok || s.d != d || d.closed {
+		return 0, fmt.Errorf("cuda: launch: step of another device, or device closed")
+	}
+	p := &s.pass
+	d.seq++
+	if err := p.begin(ctl); err != nil {
+		return 0, fmt.Errorf("cuda: launch %v: %w", s.program.Pass.Kind, err)
+	}
+	err := d.do(fmt.Sprint(s.program.Pass.Kind), func(c *driver.Context) error {
+		p.c = c
+		return p.launch()
+	})
+	if err != nil {
+		return 0, err
+	}
+	p.end()
+	s.seq, d.last = d.seq, s
+	return d.seq, nil
+}
+
+// begin checks the control block and lays out rows and lanes. It changes nothing but the pass.
+func (p *pass) begin(ctl *backend.Control) error {
+	s, d := p.s, p.s.d
+	shape := s.program.Pass
+	if len(ctl.Lanes) == 0 || len(ctl.Lanes) > shape.Lanes {
+		return fmt.Errorf("%d lanes for a step of %d", len(ctl.Lanes), shape.Lanes)
+	}
+	p.in, p.rows, p.lanes, p.wanted, p.held = ctl.Lanes, p.rows[:0], p.lanes[:0], p.wanted[:0], p.held[:0]
+	p.plain = !s.inspect
+	for i := range ctl.Lanes {
+		in := &ctl.Lanes[i]
+		n := len(in.Tokens)
+		if in.Lane < 0 || in.Lane >= d.opt.Lanes || d.images[in.Lane].launched == d.seq {
+			return fmt.Errorf("lane %d given twice or outside 0..%d", in.Lane, d.opt.Lanes-1)
+		}
+		img := &d.images[in.Lane]
+		img.launched = d.seq
+		if n == 0 || !s.stem && len(in.Positions) != n || len(p.rows)+n > shape.Rows {
+			return fmt.Errorf("lane %d: %d tokens, %d positions, room for %d rows", in.Lane, n, len(in.Positions), shape.Rows-len(p.rows))
+		}
+		if shape.Kind == backend.Verify && n > d.opt.Verify {
+			return fmt.Errorf("lane %d: %d rows to verify, room for %d", in.Lane, n, d.opt.Verify)
+		}
+		if shape.Kind == backend.Decode && n != 1 {
+			return fmt.Errorf("lane %d: %d rows to decode, need one", in.Lane, n)
+		}
+		l := kernels.Lane{First: uint32(len(p.rows)), Rows: uint32(n), Slot: uint32(in.Lane)}
+		base := img.length
+		if s.stem {
+			base = img.length - img.carried + img.chained
+			switch {
+			case in.Chain && (n != 1 || !img.drafted):
+				return fmt.Errorf("lane %d: a chained draft has one row and follows a draft", in.Lane)
+			case !in.Chain && n > img.carried:
+				return fmt.Errorf("lane %d: %d rows, %d carried", in.Lane, n, img.carried)
+			}
+			l.Carry = uint32(img.first)
+			if in.Chain {
+				l.Chain = 1
+			}
+		} else {
+			if s.carries && img.carried+n > d.opt.Carry {
+				return fmt.Errorf("lane %d: %d rows on top of %d carried, room for %d", in.Lane, n, img.carried, d.opt.Carry)
+			}
+			l.Fold = uint32(img.keep)
+			if shape.Kind == backend.Verify {
+				l.Record = 1
+			}
+		}
+		if base+n > d.opt.Tokens {
+			return fmt.Errorf("lane %d: %d tokens do not fit an image of %d", in.Lane, base+n, d.opt.Tokens)
+		}
+		for j, t := range in.Tokens {
+			if s.embed != nil && (t < 0 || int(t) >= s.embed.vocab) {
+				return fmt.Errorf("lane %d: token %d of %d", in.Lane, t, s.embed.vocab)
+			}
+			r := kernels.Row{Lane: uint32(i), Index: uint32(j), At: uint32(base + j), Token: uint32(t), Slot: uint32(in.Lane)}
+			at := [3]int32{}
+			switch {
+			case !s.stem:
+				at = in.Positions[j]
+			case in.Chain:
+				at = [3]int32{img.stood[0] + 1, img.stood[1] + 1, img.stood[2] + 1}
+			default:
+				at = img.positions[j]
+			}
+			for a, v := range at {
+				r.Pos[a] = uint32(v)
+			}
+			p.rows = append(p.rows, r)
+		}
+		for j, row := range in.Media {
+			if row != nil && (s.embed == nil || len(row) != s.embed.width) || j >= n {
+				return fmt.Errorf("lane %d: media row %d of %d values does not fit", in.Lane, j, len(row))
+			}
+		}
+		switch {
+		case in.Want.All():
+			for j := range n {
+				p.wanted = append(p.wanted, l.First+uint32(j))
+			}
+		case in.Want != backend.WantNone:
+			p.wanted = append(p.wanted, l.First+uint32(n)-1)
+		}
+		if in.Force != nil || in.Trace != nil {
+			p.plain = false
+		}
+		p.lanes = append(p.lanes, l)
+		p.held = append(p.held, int32(base))
+	}
+	return nil
+}
+
+// launch makes room in the images, sends the control block and whatever else the host provides, and launches the kernels.
+func (p *pass) launch() error {
+	s, d, c := p.s, p.s.d, p.c
+	if s.waiting {
+		if err := c.Sync(s.copied); err != nil {
+			return err
+		}
+	}
+	if !s.stem {
+		for i := range p.lanes {
+			l := &p.lanes[i]
+			img := &d.images[l.Slot]
+			if img.keep > 0 && !slices.Equal(img.verify.fixed, s.fixed) {
+				if err := d.flush(c, int(l.Slot)); err != nil {
+					return err
+				}
+				l.Fold = 0
+			}
+			if s.carries {
+				if img.first+img.carried+int(l.Rows) > d.opt.Carry {
+					if err := d.compact(c, int(l.Slot)); err != nil {
+						return err
+					}
+				}
+				l.Carry = uint32(img.first + img.carried)
+			}
+		}
+	}
+	for _, up := range s.uploads {
+		if err := up(p); err != nil {
+			return err
+		}
+	}
+	copy(s.control, bytesIn(p.rows))
+	copy(s.control[s.lanes-s.block:], bytesIn(p.lanes))
+	copy(s.control[s.want-s.block:], bytesIn(p.wanted))
+	if s.head != nil {
+		if err := s.head.reserve(p); err != nil {
+			return err
+		}
+	}
+	if err := c.ToDevice(d.stream, s.block, s.control); err != nil {
+		return err
+	}
+	if err := c.Record(s.copied, d.stream); err != nil {
+		return err
+	}
+	s.waiting = true
+	if err := p.replay(); err != nil {
+		return err
+	}
+	if s.head != nil {
+		if err := s.head.fetch(p); err != nil {
+			return err
+		}
+	}
+	return c.Record(s.done, d.stream)
+}
+
+// replay runs the launch list: directly the first time a shape occurs, or when tests look inside, and as a captured graph from then on.
+func (p *pass) replay() error {
+	s := p.s
+	kind := s.program.Pass.Kind
+	if !p.plain || s.d.opt.NoGraph || s.d.profile != nil || kind == backend.Prefill || kind == backend.Seed {
+		return p.direct()
+	}
+	key := shape{len(p.rows), len(p.lanes), len(p.wanted)}
+	g, seen := s.graphs[key]
+	if !seen {
+		s.graphs[key] = &graph{}
+		return p.direct()
+	}
+	if g.exec == 0 {
+		var err error
+		if g.exec, g.nodes, err = p.c.Capture(s.d.stream, p.direct); err != nil {
+			return err
+		}
+	}
+	return p.c.GraphLaunch(g.exec, s.d.stream)
+}
+
+func (p *pass) direct() error {
+	for i, run := range p.s.run {
+		if err := p.s.d.stamp(p.c, p.s.names[i]); err != nil {
+			return err
+		}
+		if err := run(p); err != nil {
+			return err
+		}
+	}
+	return p.s.d.stamp(p.c, "")
+}
+
+// compact moves an image's carried rows to the front of their planes.
+func (d *Device) compact(c *driver.Context, slot int) error {
+	img := &d.images[slot]
+	for id, s := range d.opt.States {
+		if s.Kind != backend.Carried || hosted(s) {
+			continue
+		}
+		row := uint64(s.Width) * d.states[id].element
+		n := uint64(img.carried) * row
+		if n == 0 {
+			continue
+		}
+		if d.tempSize < n {
+			if err := free(c, d.temp); err != nil {
+				return err
+			}
+			d.temp, d.tempSize = 0, 0
+			var err error
+			if d.temp, err = d.alloc(c, "carried rows", n); err != nil {
+				return err
+			}
+			d.tempSize = n
+		}
+		base := d.states[id].at + driver.Ptr(uint64(slot)*d.slotBytes(backend.StateID(id)))
+		if err := c.Copy(d.stream, d.temp, base+driver.Ptr(uint64(img.first)*row), n); err != nil {
+			return err
+		}
+		if err := c.Copy(d.stream, base, d.temp, n); err != nil {
+			return err
+		}
+	}
+	img.first = 0
+	return nil
+}
+
+// end moves the lengths.
+func (p *pass) end() {
+	s, d := p.s, p.s.d
+	for i := range p.lanes {
+		in, l := &p.in[i], &p.lanes[i]
+		img, n := &d.images[l.Slot], len(in.Tokens)
+		if s.stem {
+			last := p.rows[int(l.First)+n-1].Pos
+			img.stood = [3]int32{int32(last[0]), int32(last[1]), int32(last[2])}
+			img.drafted = img.drafted || s.program.Pass.Kind == backend.Draft && s.carries
+			if in.Chain {
+				img.chained++
+				continue
+			}
+			img.first += n
+			img.carried -= n
+			img.positions = slices.Delete(img.positions, 0, n)
+			if img.carried == 0 {
+				img.first = 0
+			}
+			continue
+		}
+		// The kept records are folded now, and drafts are forgotten.
+		if img.keep > 0 {
+			img.history = img.folded()
+		}
+		img.keep, img.recorded, img.verify = 0, img.recorded[:0], nil
+		img.chained, img.drafted = 0, false
+		img.length += n
+		if s.carries {
+			img.carried += n
+			for j := range n {
+				img.positions = append(img.positions, in.Positions[j])
+			}
+		}
+		if s.program.Pass.Kind == backend.Verify {
+			img.keep, img.verify = n, s
+			if s.history {
+				img.recorded = append(img.recorded, in.Tokens...)
+			}
+		} else if s.history {
+			all := append(img.history, in.Tokens...)
+			img.history = slices.Clone(all[len(all)-len(img.history):])
+		}
+	}
+	p.in = nil
+	runtime.KeepAlive(p)
+}
+
+// Wait returns the result of a launch.
+func (d *Device) Wait(q backend.Seq) (backend.Result, error) {
+	if d.last == nil || q != d.seq || d.last.seq != q {
+		return backend.Result{}, fmt.Errorf("cuda: wait for launch %d, last is %d", q, d.seq)
+	}
+	s := d.last
+	if err := d.do("wait", func(c *driver.Context) error { return c.Sync(s.done) }); err != nil {
+		return backend.Result{}, err
+	}
+	if s.head == nil {
+		return backend.Result{}, nil
+	}
+	return s.head.results(), nil
+}
