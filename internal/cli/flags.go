@@ -100,14 +100,10 @@ func (f *modelFlags) engine(e *environment, m *model.Model, lanes, pending int) 
 	if f.Device == "" {
 		e.say("no GPU backend in this build: running on the CPU")
 	}
-	pages := lanes * pagesOf(f.MaxContext)
-	if n, err := strconv.Atoi(f.KVCapacity); err == nil {
-		pages = pagesOf(n)
-	}
-	chunk := min(f.PrefillChunk, f.MaxContext)
-	dev := openCPU(m, lanes, f.MaxContext, f.DraftTokens+1, chunk)
+	chunk := f.chunk()
+	dev := openCPU(m, lanes, f.MaxContext, f.round(), f.carry())
 	b, err := engine.NewBatch(model.NewRunner(m, dev, chunk), engine.BatchOptions{
-		Limits:  engine.Limits{Lanes: lanes, Pages: pages, Pending: pending, GapRows: min(chunk, gapRows), Passes: lanes},
+		Limits:  engine.Limits{Lanes: lanes, Pages: f.pages(lanes), Pending: pending, GapRows: min(chunk, gapRows), Passes: lanes},
 		Context: f.MaxContext, Adaptive: f.DraftPolicy == "adaptive",
 	})
 	if err != nil {
@@ -122,9 +118,9 @@ const gapRows = 256
 
 func pagesOf(tokens int) int { return (tokens + engine.PageTokens - 1) / engine.PageTokens }
 
-// openCPU returns a CPU device: lanes with room for tokens, so many rows in a round, and a prompt's chunk waiting for the drafter.
-func openCPU(m *model.Model, lanes, tokens, round, chunk int) backend.Device {
-	return cpu.NewFast(cpu.Options{States: m.States, Lanes: lanes, Tokens: tokens, Verify: round, Carry: chunk + round})
+// openCPU returns a CPU device: lanes with room for tokens, so many rows in a round, and so many waiting for the drafter.
+func openCPU(m *model.Model, lanes, tokens, round, carry int) backend.Device {
+	return cpu.NewFast(cpu.Options{States: m.States, Lanes: lanes, Tokens: tokens, Verify: round, Carry: carry})
 }
 
 // samplingFlags are the options of run and serve that shape the draw. Nil is the default of the model and mode.

@@ -33,13 +33,14 @@ type serveCommand struct {
 	CORS       bool   `name:"cors" help:"Let pages of any origin use the server."`
 	ModelID    string `name:"model-id" placeholder:"ID" help:"Public model name. Default: the artifact's name."`
 
-	MaxConcurrency        int   `default:"1" placeholder:"C" help:"Sequences at a time, 1 to 8."`
-	MaxPendingRequests    int   `default:"16" placeholder:"N" help:"Requests that may wait."`
-	PendingTimeoutMS      int64 `name:"pending-timeout-ms" default:"30000" placeholder:"N" help:"Longest wait for a turn."`
-	DefaultMaxTokens      int   `default:"8192" placeholder:"N" help:"Output limit of requests that give none."`
-	DefaultThinkingBudget *int  `placeholder:"N" help:"Thinking limit of requests that give none."`
-	MaxRequestMiB         int64 `name:"max-request-mib" default:"384" placeholder:"N" help:"Largest request body."`
-	LogStatsIntervalMS    int64 `name:"log-stats-interval-ms" default:"5000" placeholder:"N" help:"Time between throughput lines; 0 is none."`
+	MaxConcurrency        int    `default:"1" placeholder:"C" help:"Sequences at a time, 1 to 8."`
+	MaxPendingRequests    int    `default:"16" placeholder:"N" help:"Requests that may wait."`
+	PendingTimeoutMS      int64  `name:"pending-timeout-ms" default:"30000" placeholder:"N" help:"Longest wait for a turn."`
+	DefaultMaxTokens      int    `default:"8192" placeholder:"N" help:"Output limit of requests that give none."`
+	DefaultThinkingBudget *int   `placeholder:"N" help:"Thinking limit of requests that give none."`
+	MaxRequestMiB         int64  `name:"max-request-mib" default:"384" placeholder:"N" help:"Largest request body."`
+	RequestLogJSONL       string `name:"request-log-jsonl" placeholder:"FILE" help:"Append a JSON object a line for every event to this file."`
+	LogStatsIntervalMS    int64  `name:"log-stats-interval-ms" default:"5000" placeholder:"N" help:"Time between throughput lines; 0 is none."`
 
 	modelFlags    `embed:""`
 	samplingFlags `embed:""`
@@ -69,7 +70,6 @@ type plannedFlags struct {
 	NoLocalMediaURLs        bool     `name:"no-local-media-urls" hidden:""`
 	ResponseStoreMaxRecords *int64   `hidden:""`
 	ResponseStoreMaxMiB     *int64   `name:"response-store-max-mib" hidden:""`
-	RequestLogJSONL         string   `name:"request-log-jsonl" hidden:""`
 	RepetitionPenalty       *float64 `hidden:""`
 }
 
@@ -138,7 +138,6 @@ func (f *plannedFlags) check() error {
 		{"clamp-concurrency-to-pool", f.ClampConcurrencyToPool, "a pool of several sequences"},
 		{"context-cost-presets", f.ContextCostPresets != "", reuse},
 		{"allow-remote-media", f.AllowRemoteMedia, media},
-		{"request-log-jsonl", f.RequestLogJSONL != "", "the machine log"},
 		{"repetition-penalty", f.RepetitionPenalty != nil && *f.RepetitionPenalty != 1, "a repetition penalty; it has --presence-penalty and --frequency-penalty"},
 	} {
 		if s.given {
@@ -227,8 +226,14 @@ func (c *serveCommand) Run(e *environment) error {
 	if c.ModelID == "" {
 		c.ModelID = l.name()
 	}
+	journal, closeJournal, err := c.journal(l, key, log, listener.Addr().String())
+	if err != nil {
+		listener.Close()
+		return err
+	}
+	defer closeJournal()
 	s := server.New(server.Options{
-		ModelID: c.ModelID, APIKey: key, CORS: c.CORS, MaxBody: c.MaxRequestMiB << 20, Log: log,
+		ModelID: c.ModelID, APIKey: key, CORS: c.CORS, MaxBody: c.MaxRequestMiB << 20, Log: log, Journal: journal,
 		StatsInterval: time.Duration(c.LogStatsIntervalMS) * time.Millisecond, Page: web.File,
 	})
 	served := make(chan error, 1)
@@ -249,7 +254,7 @@ func (c *serveCommand) Run(e *environment) error {
 	}
 	defer o.dev.Close()
 	s.Ready(server.Model{
-		Front: o.front, Draft: c.DraftTokens, Concurrency: c.MaxConcurrency, File: filepath.Base(c.Artifact),
+		Front: o.front, Draft: c.DraftTokens, Concurrency: c.MaxConcurrency, File: filepath.Base(c.Artifact), Activity: o.batch.Activity,
 		Queue: engine.NewQueue(o.batch, c.MaxConcurrency+c.MaxPendingRequests, time.Duration(c.PendingTimeoutMS)*time.Millisecond),
 	})
 	address := "http://" + listener.Addr().String()
@@ -259,6 +264,8 @@ func (c *serveCommand) Run(e *environment) error {
 	defaults := o.front.Defaults(!c.NoThinking)
 	log.Info("ready", "model", c.ModelID, "address", address, "context", server.Count(c.MaxContext), "device", "cpu",
 		"concurrency", c.MaxConcurrency, "waiting places", c.MaxPendingRequests, "drafts", c.DraftTokens,
+		"cache", fmt.Sprintf("%s pages of %d tokens", server.Count(c.pages(c.MaxConcurrency)), engine.PageTokens),
+		"state", inUnits(o.state)+" a sequence", "weights", inUnits(l.store.File.FileBytes())+" mapped",
 		"temperature", defaults.Temperature, "top-p", defaults.TopP, "top-k", defaults.TopK, "presence penalty", defaults.Presence,
 		"load", time.Since(start).Round(time.Millisecond))
 	if err := <-served; err != nil {
@@ -274,6 +281,7 @@ type opening struct {
 	front *front.Front
 	batch *engine.Batch
 	dev   backend.Device
+	state int64 // bytes of a sequence's image
 	err   error
 }
 
@@ -291,6 +299,7 @@ func (c *serveCommand) open(e *environment, l *loaded) (o opening) {
 	if o.front, err = c.front(l); err != nil {
 		return opening{err: fmt.Errorf("%s: %w", c.Artifact, err)}
 	}
+	o.state = stateBytes(m.States, c.MaxContext, c.carry())
 	o.batch, o.dev, o.err = c.engine(e, m, c.MaxConcurrency, c.MaxConcurrency+c.MaxPendingRequests)
 	return o
 }
