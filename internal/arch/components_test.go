@@ -14,11 +14,13 @@ func TestDescribeOfficial(t *testing.T) {
 		name, provenance string
 	}{
 		{
-			Variant{Profile: Radixark}, 1042, `{"name":"qwen3.8-flash-next-125b-a6b"}`,
+			Variant{Profile: Radixark},
+			1042, `{"name":"qwen3.8-flash-next-125b-a6b"}`,
 			`{"source":"RadixArk/Qwen3.8-Flash-Next-NVFP4","recipe":"qwen3_8_flash_next_125b_a6b_nvfp4-v3-radixark"}`,
 		},
 		{
-			Variant{Profile: Swift, FP8Proj: true, NVFP4MTP: true}, 1043, `{"name":"ukisai/Swift-1.5-Qwen3.8-Flash-Next-NVFP4"}`,
+			Variant{Profile: Swift, FP8Proj: true, NVFP4MTP: true},
+			1043, `{"name":"ukisai/Swift-1.5-Qwen3.8-Flash-Next-NVFP4"}`,
 			`{"source":"ukisai/Swift-1.5-Qwen3.8-Flash-Next-NVFP4","recipe":"qwen3_8_flash_next_125b_a6b_nvfp4-v3-swift-fp8proj-nvfp4mtp"}`,
 		},
 	} {

@@ -38,8 +38,12 @@ func (r ResourceFile) Object() string { return "frontend/" + r.Role }
 // Resources are the six embedded files, in the order of their objects.
 func Resources() []ResourceFile {
 	return []ResourceFile{
-		{"text", "tokenizer.json"}, {"text", "tokenizer_config.json"}, {"text", "chat_template.jinja"},
-		{"text", "generation_config.json"}, {"vision", "preprocessor_config.json"}, {"vision", "video_preprocessor_config.json"},
+		{"text", "tokenizer.json"},
+		{"text", "tokenizer_config.json"},
+		{"text", "chat_template.jinja"},
+		{"text", "generation_config.json"},
+		{"vision", "preprocessor_config.json"},
+		{"vision", "video_preprocessor_config.json"},
 	}
 }
 

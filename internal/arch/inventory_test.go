@@ -25,39 +25,48 @@ var variants = []struct {
 	payload int64  // 4.1.5
 }{
 	{
-		Variant{Profile: Radixark}, "7d8550065385684aa81ded1373d53e0eb6ab1188a171fbc31dabc9633195422a",
+		Variant{Profile: Radixark},
+		"7d8550065385684aa81ded1373d53e0eb6ab1188a171fbc31dabc9633195422a",
 		"1249 0 168 96 1 55 54 1 2 1", 134755222272,
 	},
 	{
-		Variant{Profile: Radixark, FP8Proj: true}, "a2512df12533ea57c921e18a29d4b8eb6d151bb984b60bc9e165deac1f24afca",
+		Variant{Profile: Radixark, FP8Proj: true},
+		"a2512df12533ea57c921e18a29d4b8eb6d151bb984b60bc9e165deac1f24afca",
 		"739 510 168 96 1 55 54 1 2 1", 130507175168,
 	},
 	{
-		Variant{Profile: Radixark, NVFP4MTP: true}, "94540dc5d4de5418d9f7b713e05b4005de66a0159de112849f5e1b3ac1c4ede8",
+		Variant{Profile: Radixark, NVFP4MTP: true},
+		"94540dc5d4de5418d9f7b713e05b4005de66a0159de112849f5e1b3ac1c4ede8",
 		"1247 0 170 98 1 55 54 1 2 1", 131137643264,
 	},
 	{
-		Variant{Profile: Radixark, FP8Proj: true, NVFP4MTP: true}, "5fc794046ef6ddedba4370b671fb280c92e789b63139d92c050bba4aa8859b5e",
+		Variant{Profile: Radixark, FP8Proj: true, NVFP4MTP: true},
+		"5fc794046ef6ddedba4370b671fb280c92e789b63139d92c050bba4aa8859b5e",
 		"737 510 170 98 1 55 54 1 2 1", 126889596160,
 	},
 	{
-		Variant{Profile: Swift, FP8PLE: true}, "7d8550065385684aa81ded1373d53e0eb6ab1188a171fbc31dabc9633195422a",
+		Variant{Profile: Swift, FP8PLE: true},
+		"7d8550065385684aa81ded1373d53e0eb6ab1188a171fbc31dabc9633195422a",
 		"1249 0 168 96 1 55 54 1 2 1", 134755222272,
 	},
 	{
-		Variant{Profile: Swift}, "ba22124ecc134f50c9a545197d2ecd59270ed3740f350d3510decc7a1da86bdc",
+		Variant{Profile: Swift},
+		"ba22124ecc134f50c9a545197d2ecd59270ed3740f350d3510decc7a1da86bdc",
 		"1249 0 168 96 0 55 54 1 2 1", 185955467776,
 	},
 	{
-		Variant{Profile: Swift, FP8Proj: true}, "7ffa7b0e615d2c15e40ab274e83c4062821dc92e8dfda6e5713292acd79eb00f",
+		Variant{Profile: Swift, FP8Proj: true},
+		"7ffa7b0e615d2c15e40ab274e83c4062821dc92e8dfda6e5713292acd79eb00f",
 		"739 510 168 96 0 55 54 1 2 1", 181707420672,
 	},
 	{
-		Variant{Profile: Swift, NVFP4MTP: true}, "8531563a915ca33fb25a94ecc4f1ee432ab61944aeefeab7a882b5fe422c97f1",
+		Variant{Profile: Swift, NVFP4MTP: true},
+		"8531563a915ca33fb25a94ecc4f1ee432ab61944aeefeab7a882b5fe422c97f1",
 		"1247 0 170 98 0 55 54 1 2 1", 182337888768,
 	},
 	{
-		Variant{Profile: Swift, FP8Proj: true, NVFP4MTP: true}, "5d5e7117fd677732e1f4ff7760a7e8b285afa010532090ad68627b52814949d7",
+		Variant{Profile: Swift, FP8Proj: true, NVFP4MTP: true},
+		"5d5e7117fd677732e1f4ff7760a7e8b285afa010532090ad68627b52814949d7",
 		"737 510 170 98 0 55 54 1 2 1", 178089841664,
 	},
 }
@@ -248,7 +257,8 @@ func TestVariant(t *testing.T) {
 	}{
 		{[4]string{}, "qwen3_8_flash_next_125b_a6b_nvfp4.ninfer", "qwen3_8_flash_next_125b_a6b_nvfp4-v3-radixark"},
 		{
-			[4]string{"swift", "bf16", "bf16", "bf16"}, "swift_1_5_qwen3_8_flash_next_nvfp4.ninfer",
+			[4]string{"swift", "bf16", "bf16", "bf16"},
+			"swift_1_5_qwen3_8_flash_next_nvfp4.ninfer",
 			"qwen3_8_flash_next_125b_a6b_nvfp4-v3-swift",
 		},
 		{
@@ -257,7 +267,8 @@ func TestVariant(t *testing.T) {
 			"qwen3_8_flash_next_125b_a6b_nvfp4-v3-swift-fp8ple-fp8proj-nvfp4mtp",
 		},
 		{
-			[4]string{"radixark", "", "fp8_e4m3fn_row_bf16", ""}, "qwen3_8_flash_next_125b_a6b_nvfp4_fp8proj.ninfer",
+			[4]string{"radixark", "", "fp8_e4m3fn_row_bf16", ""},
+			"qwen3_8_flash_next_125b_a6b_nvfp4_fp8proj.ninfer",
 			"qwen3_8_flash_next_125b_a6b_nvfp4-v3-radixark-fp8proj",
 		},
 		{[4]string{"radixark", "bf16"}, "", ""},

@@ -81,8 +81,12 @@ func TestEncodeRefusals(t *testing.T) {
 		{"multiplier for swift", Options{Profile: "swift"}, func(m map[string]converttest.Raw) {
 			m[shards+"weight_scale"] = converttest.Raw{DType: "BF16", Shape: []int{1}, Data: []byte{0x51, 0x39}}
 		}, Source, []string{shards + `weight_scale" is not expected`}},
-		{"missing shard of the table", Options{Profile: "swift"}, func(m map[string]converttest.Raw) { delete(m, shards+"shard_3.weight") }, Source,
-			[]string{`shard_3.weight" is missing`}},
+		{
+			"missing shard of the table",
+			Options{Profile: "swift"},
+			func(m map[string]converttest.Raw) { delete(m, shards+"shard_3.weight") }, Source,
+			[]string{`shard_3.weight" is missing`},
+		},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			t.Parallel()

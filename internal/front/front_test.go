@@ -439,8 +439,12 @@ func TestSessionCalls(t *testing.T) {
 		{
 			name: "two after text", text: "T " + call("1") + "</think>\n\nLook: \n\n" + two, req: front.Request{Tools: tools, ReadCalls: true}, end: true,
 			want: []front.Event{
-				{Kind: front.Reasoning, Text: "T " + call("1")}, {Kind: front.ReasoningEnd}, {Kind: front.Answer, Text: "Look:"},
-				{Kind: front.Call, Name: "f", Text: args}, {Kind: front.Call, Name: "f", Text: args}, {Kind: front.End},
+				{Kind: front.Reasoning, Text: "T " + call("1")},
+				{Kind: front.ReasoningEnd},
+				{Kind: front.Answer, Text: "Look:"},
+				{Kind: front.Call, Name: "f", Text: args},
+				{Kind: front.Call, Name: "f", Text: args},
+				{Kind: front.End},
 			},
 			report: front.CallReport{Marker: true, Calls: 2},
 		},
@@ -607,8 +611,10 @@ func TestOfficialTemplate(t *testing.T) {
 	}
 	reasoning := "\nR\n"
 	messages := []chat.Message{
-		{Role: "system", Content: chat.TextContent(" S ")}, {Role: "user", Content: chat.TextContent("Hi\n")},
-		{Role: "assistant", Reasoning: &reasoning, Content: chat.TextContent("A")}, {Role: "user", Content: chat.TextContent("Q")},
+		{Role: "system", Content: chat.TextContent(" S ")},
+		{Role: "user", Content: chat.TextContent("Hi\n")},
+		{Role: "assistant", Reasoning: &reasoning, Content: chat.TextContent("A")},
+		{Role: "user", Content: chat.TextContent("Q")},
 	}
 	head := "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 	tail := "A<|im_end|>\n<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"

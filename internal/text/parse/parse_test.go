@@ -430,9 +430,16 @@ func FuzzParser(f1 *testing.F) {
 func TestLinear(t *testing.T) {
 	tools := parse.NewTools([]parse.Tool{f, g})
 	for _, c := range []struct{ start, more string }{
-		{"", " "}, {"", "<"}, {"", "<tool_call"}, {"", "é"},
-		{"<tool_call>", " "}, {"<tool_call><function=f><parameter=", "k"}, {"<tool_call><function=f><parameter=s>", "<parameter="},
-		{"<tool_call><function=f><parameter=s>", "<parameter=x>"}, {"<tool_call><function=f><parameter=s><parameter=", "k"}, {call("g"), " "},
+		{"", " "},
+		{"", "<"},
+		{"", "<tool_call"},
+		{"", "é"},
+		{"<tool_call>", " "},
+		{"<tool_call><function=f><parameter=", "k"},
+		{"<tool_call><function=f><parameter=s>", "<parameter="},
+		{"<tool_call><function=f><parameter=s>", "<parameter=x>"},
+		{"<tool_call><function=f><parameter=s><parameter=", "k"},
+		{call("g"), " "},
 	} {
 		p := tools.Parser(64)
 		p.Feed(c.start)
