@@ -1,0 +1,814 @@
+package kernels
+
+import (
+	"encoding/binary"
+	"errors"
+	"flag"
+	"fmt"
+	"io/fs"
+	"math"
+	"math/rand/v2"
+	"os"
+	"testing"
+	"unsafe"
+
+	"ninfer/internal/backend/cuda/driver"
+)
+
+var codeFlag = flag.String("code", "", "folder with a subfolder fatbin to test instead of the committed machine code")
+
+// gpu is a device with kernels loaded, for one test.
+type gpu struct {
+	t   *testing.T
+	c   *driver.Context
+	set *Set
+	s   driver.Stream
+
+	taken []driver.Ptr // device memory, freed when the test ends
+}
+
+// withGPU runs f on the owner's thread, or skips with the reason.
+func withGPU(t *testing.T, f func(g *gpu)) {
+	t.Helper()
+	d, err := driver.Open()
+	var none *driver.NoDriverError
+	var old *driver.OldDriverError
+	if errors.As(err, &none) || errors.As(err, &old) {
+		t.Skip(err)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	o, err := driver.StartOwner(d, 0)
+	var missing *driver.NoDeviceError
+	if errors.As(err, &missing) {
+		t.Skip(err)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer o.Close()
+	var code fs.FS = fatbins
+	if *codeFlag != "" {
+		code = os.DirFS(*codeFlag)
+	}
+	err = o.Do(func(c *driver.Context) (err error) {
+		// the owner's goroutine must not end, so nothing in f may call t.Fatal: failures that stop a test are panics with an error
+		defer func() {
+			switch p := recover().(type) {
+			case nil:
+			case error:
+				err = p
+			default:
+				panic(p)
+			}
+		}()
+		set, err := LoadFrom(c, code)
+		if err != nil {
+			return err
+		}
+		defer func() { _ = set.Unload(c) }()
+		s, err := c.NewStream()
+		if err != nil {
+			return err
+		}
+		g := &gpu{t: t, c: c, set: set, s: s}
+		defer func() {
+			for _, p := range g.taken {
+				_ = c.Free(p)
+			}
+		}()
+		f(g)
+		return nil
+	})
+	var arch *driver.ArchError
+	if errors.As(err, &arch) {
+		t.Skip(err)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func (g *gpu) check(err error) {
+	if err != nil {
+		panic(err)
+	}
+}
+
+func (g *gpu) alloc(n int) driver.Ptr {
+	g.t.Helper()
+	p, err := g.c.Alloc("test", uint64(n))
+	g.check(err)
+	g.taken = append(g.taken, p)
+	return p
+}
+
+func upload[T any](g *gpu, v []T) driver.Ptr {
+	g.t.Helper()
+	if len(v) == 0 {
+		return 0
+	}
+	b := unsafe.Slice((*byte)(unsafe.Pointer(&v[0])), uintptr(len(v))*unsafe.Sizeof(v[0]))
+	p := g.alloc(len(b))
+	g.check(g.c.ToDevice(g.s, p, b))
+	g.check(g.c.SyncStream(g.s))
+	return p
+}
+
+func download[T any](g *gpu, p driver.Ptr, n int) []T {
+	g.t.Helper()
+	v := make([]T, n)
+	b := unsafe.Slice((*byte)(unsafe.Pointer(&v[0])), uintptr(n)*unsafe.Sizeof(v[0]))
+	g.check(g.c.SyncStream(g.s))
+	g.check(g.c.ToHost(g.s, b, p))
+	g.check(g.c.SyncStream(g.s))
+	return v
+}
+
+// poisoned is output memory full of NaN, so that an element nobody wrote is seen.
+func (g *gpu) poisoned(n int) driver.Ptr {
+	g.t.Helper()
+	p := g.alloc(n)
+	g.check(g.c.Set(g.s, p, 0xff, uint64(n)))
+	return p
+}
+
+func run[P any](g *gpu, plan Plan, p *P, pdl bool) {
+	g.t.Helper()
+	g.check(Run(g.set, g.c, g.s, plan, p, pdl))
+}
+
+// ---- formats, written from the specification for the tests alone ----
+
+func bf16(x float64) uint16 {
+	b := math.Float32bits(float32(x))
+	return uint16((b + 0x7fff + b>>16&1) >> 16)
+}
+func unbf16(w uint16) float64 { return float64(math.Float32frombits(uint32(w) << 16)) }
+
+func e4m3(c uint8) float64 {
+	s, e, m := 1-2*float64(c>>7), int(c>>3&15), float64(c&7)
+	if e == 0 {
+		return s * m / 8 * math.Pow(2, -6)
+	}
+	return s * (1 + m/8) * math.Pow(2, float64(e-7))
+}
+
+func e2m1(c uint8) float64 {
+	v := []float64{0, 0.5, 1, 1.5, 2, 3, 4, 6}[c&7]
+	if c&8 != 0 {
+		return -v
+	}
+	return v
+}
+
+func f16(w uint16) float64 {
+	s, e, m := 1-2*float64(w>>15), int(w>>10&31), float64(w&1023)
+	if e == 0 {
+		return s * m / 1024 * math.Pow(2, -14)
+	}
+	return s * (1 + m/1024) * math.Pow(2, float64(e-15))
+}
+
+// matrix is a random stored matrix with float64 access.
+type matrix struct {
+	f        Format
+	rows, k  int
+	codes    []byte
+	scale    []byte
+	scaleF32 bool
+	decoded  map[int][]float64
+}
+
+func randomMatrix(rng *rand.Rand, f Format, rows, k int, scaleF32 bool) *matrix {
+	m := &matrix{f: f, rows: rows, k: k, scaleF32: scaleF32}
+	norm := 1 / math.Sqrt(float64(k))
+	switch f {
+	case FormatBF16:
+		m.codes = make([]byte, 2*rows*k)
+		for i := range rows * k {
+			v := rng.NormFloat64() * norm
+			if i%1009 == 0 {
+				v = 0
+			}
+			binary.LittleEndian.PutUint16(m.codes[2*i:], bf16(v))
+		}
+	case FormatE4M3:
+		m.codes = make([]byte, rows*k)
+		for i := range m.codes {
+			c := uint8(rng.Uint32()) // subnormal codes included
+			if c&0x7f == 0x7f {
+				c--
+			}
+			m.codes[i] = c
+		}
+		for r := range rows {
+			s := norm / 100 * (0.5 + rng.Float64())
+			if r%5 == 1 {
+				s = 1e-30 // a row of the smallest kind
+			}
+			if scaleF32 {
+				m.scale = binary.LittleEndian.AppendUint32(m.scale, math.Float32bits(float32(s)))
+			} else {
+				m.scale = binary.LittleEndian.AppendUint16(m.scale, bf16(s))
+			}
+		}
+	case FormatQ4:
+		kp := (k + 127) / 128 * 128
+		m.codes = make([]byte, rows*kp/2)
+		for i := range m.codes {
+			m.codes[i] = byte(rng.Uint32())
+		}
+		for range rows * kp / 64 {
+			m.scale = binary.LittleEndian.AppendUint16(m.scale, uint16(0x1000+rng.IntN(0x1400))) // subnormal to 2^-6
+		}
+	}
+	return m
+}
+
+func (m *matrix) at(r, k int) float64 {
+	switch m.f {
+	case FormatBF16:
+		return unbf16(binary.LittleEndian.Uint16(m.codes[2*(r*m.k+k):]))
+	case FormatE4M3:
+		s := 0.0
+		if m.scaleF32 {
+			s = float64(math.Float32frombits(binary.LittleEndian.Uint32(m.scale[4*r:])))
+		} else {
+			s = unbf16(binary.LittleEndian.Uint16(m.scale[2*r:]))
+		}
+		return s * e4m3(m.codes[r*m.k+k])
+	}
+	kp := (m.k + 127) / 128 * 128
+	c := m.codes[(r*kp+k)/2] >> (4 * (k & 1)) & 15
+	return float64(int(c^8)-8) * f16(binary.LittleEndian.Uint16(m.scale[2*(r*kp/64+k/64):]))
+}
+
+func (m *matrix) part(g *gpu, out driver.Ptr, outLd int, flags uint32) Part {
+	if m.scaleF32 {
+		flags |= PartScaleF32
+	}
+	return Part{W: upload(g, m.codes), Scale: upload(g, m.scale), Out: out, Rows: uint32(m.rows), OutLd: uint32(outLd), Flags: flags}
+}
+
+// dot is the exact product of a row with x and the sum of magnitudes.
+func (m *matrix) dot(r int, x []float64) (sum, abs float64) {
+	row := m.decoded[r]
+	if row == nil {
+		row = make([]float64, m.k)
+		for k := range row {
+			row[k] = m.at(r, k)
+		}
+		if m.decoded == nil {
+			m.decoded = map[int][]float64{}
+		}
+		m.decoded[r] = row
+	}
+	for k, v := range x {
+		p := row[k] * v
+		sum += p
+		abs += math.Abs(p)
+	}
+	return sum, abs
+}
+
+// activations are r rows of k BF16 numbers with an outlier channel and some zeros.
+func activations(rng *rand.Rand, r, k int) (words []uint16, values [][]float64) {
+	for i := range r {
+		row := make([]float64, k)
+		for j := range row {
+			v := rng.NormFloat64()
+			switch {
+			case j == k/3:
+				v *= 300
+			case j%17 == 3:
+				v = 0
+			}
+			w := bf16(v * math.Pow(2, float64(-4*(i%3))))
+			words = append(words, w)
+			row[j] = unbf16(w)
+		}
+		values = append(values, row)
+	}
+	return words, values
+}
+
+// compare checks results against exact ones with kernels.md 16's bound for a matrix product: relative L2 and every single element.
+//
+// Storing the exact result in BF16 alone costs up to 3.9e-3 when a few elements dominate a short row, so the bound is 3e-3 or what
+// that rounding costs, plus a twentieth, whichever is larger.
+type comparison struct {
+	diff, ref, rounding float64
+	worst               string
+}
+
+func (c *comparison) add(what string, got, want, abs float64, ulps float64) {
+	c.diff += (got - want) * (got - want)
+	c.ref += want * want
+	c.rounding += (unbf16(bf16(want)) - want) * (unbf16(bf16(want)) - want)
+	ulp := math.Pow(2, math.Floor(math.Log2(math.Max(math.Abs(want), 1e-38)))-7)
+	if d := math.Abs(got - want); !(d <= ulps*ulp+1e-5*abs) && c.worst == "" {
+		c.worst = fmt.Sprintf("%s: %g, want %g", what, got, want)
+	}
+}
+
+func (c *comparison) done(t *testing.T, what string, bound float64) {
+	t.Helper()
+	l2 := math.Sqrt(c.diff / math.Max(c.ref, 1e-300))
+	if bound > 1e-3 {
+		bound = max(bound, 1.05*math.Sqrt(c.rounding/math.Max(c.ref, 1e-300)))
+	}
+	if c.worst != "" || !(l2 <= bound) {
+		t.Errorf("%s: relative L2 %.2e, bound %.0e; %s", what, l2, bound, c.worst)
+	}
+}
+
+// every is the rows a large matrix is checked at: both ends and every step-th.
+func every(n, step int) []int {
+	var list []int
+	for i := range n {
+		if i < 20 || i >= n-20 || i%step == 0 {
+			list = append(list, i)
+		}
+	}
+	return list
+}
+
+func TestGemv(t *testing.T) {
+	withGPU(t, func(g *gpu) {
+		rng := rand.New(rand.NewPCG(1, 2))
+		type shape struct {
+			name  string
+			rows  []int
+			plain []int
+			k     int
+			step  int
+		}
+		shapes := []shape{
+			{"gdn_in", []int{10240, 6144}, []int{48, 48}, 2560, 97},
+			{"gdn_out", []int{2560}, nil, 6144, 31},
+			{"qsa_in", []int{12288, 512, 512}, []int{640}, 2560, 97},
+			{"micro", []int{384, 128}, []int{3, 3}, 128, 1},
+			{"odd", []int{1, 17, 301}, []int{5}, 192, 1},
+			{"tiny", []int{7}, nil, 64, 1},
+			{"q4", []int{1000, 33}, nil, 1024, 3},
+		}
+		for _, sh := range shapes {
+			for _, f := range []Format{FormatBF16, FormatE4M3, FormatQ4} {
+				if !f.Streams(uint32(sh.k)) {
+					continue
+				}
+				plain := sh.plain
+				if f == FormatQ4 {
+					plain = nil
+				}
+				for _, scaleF32 := range []bool{false, true} {
+					if scaleF32 && f != FormatE4M3 {
+						continue
+					}
+					var ms []*matrix
+					var parts []Part
+					var outs []driver.Ptr
+					first := len(sh.rows)
+					if f == FormatBF16 {
+						first += len(plain)
+					}
+					for i, n := range append(append([]int{}, sh.rows...), plain...) {
+						ff, flags, size := f, uint32(0), 2
+						if i >= len(sh.rows) {
+							ff = FormatBF16
+						}
+						if i == len(sh.rows)-1 {
+							flags, size = PartOutF32, 4
+						}
+						m := randomMatrix(rng, ff, n, sh.k, scaleF32 && ff == FormatE4M3)
+						out := g.poisoned(size * n * MaxRows)
+						ms, outs, parts = append(ms, m), append(outs, out), append(parts, m.part(g, out, n, flags))
+					}
+					for r := 1; r <= MaxRows; r++ {
+						if sh.step > 1 && r != 1 && r != 3 && r != 8 {
+							continue
+						}
+						words, x := activations(rng, r, sh.k)
+						for i := range outs {
+							g.check(g.c.Set(g.s, outs[i], 0xff, uint64(2*parts[i].Rows*MaxRows)))
+						}
+						plan, p, err := g.set.Limits.Gemv(f, uint32(r), uint32(sh.k), parts, first, Tuning{})
+						g.check(err)
+						p.X, p.XLd = upload(g, words), uint32(sh.k)
+						run(g, plan, &p, true)
+						for i, m := range ms {
+							f32 := parts[i].Flags&PartOutF32 != 0
+							var got []float64
+							if f32 {
+								for _, v := range download[float32](g, outs[i], m.rows*r) {
+									got = append(got, float64(v))
+								}
+							} else {
+								for _, v := range download[uint16](g, outs[i], m.rows*r) {
+									got = append(got, unbf16(v))
+								}
+							}
+							for a := range r {
+								var c comparison
+								for _, row := range every(m.rows, sh.step) {
+									want, abs := m.dot(row, x[a])
+									c.add(fmt.Sprintf("row %d", row), got[a*m.rows+row], want, abs, map[bool]float64{true: 0.02, false: 1}[f32])
+								}
+								bound := 3e-3
+								if f32 {
+									bound = 1e-4
+								}
+								c.done(t, fmt.Sprintf("%s format %d scale32 %v part %d R %d row %d", sh.name, f, scaleF32, i, r, a), bound)
+							}
+						}
+						// the naive kernel agrees too
+						if sh.step == 1 && r == 3 {
+							m, out := ms[0], g.poisoned(4*ms[0].rows*r)
+							run(g, Plan{Kernel: GemvNaive, Grid: uint32(m.rows+7) / 8}, &NaiveParams{
+								X: p.X, W: parts[0].W, Scale: parts[0].Scale, Out: out, R: uint32(r), XLd: p.XLd, K: uint32(sh.k), Rows: uint32(m.rows),
+								OutLd: uint32(m.rows), Format: uint32(f), Flags: parts[0].Flags | PartOutF32,
+							}, true)
+							var c comparison
+							for i, v := range download[float32](g, out, m.rows*r) {
+								want, abs := m.dot(i%m.rows, x[i/m.rows])
+								c.add("naive", float64(v), want, abs, 0.02)
+							}
+							c.done(t, sh.name+" naive", 1e-4)
+						}
+					}
+				}
+			}
+		}
+	})
+}
+
+// Ties at BF16 go to the lowest id, ids past the valid ones never win, and the blocks' results merge.
+func TestArgmax(t *testing.T) {
+	withGPU(t, func(g *gpu) {
+		const n, k = 5000, 128
+		rng := rand.New(rand.NewPCG(3, 4))
+		m := randomMatrix(rng, FormatBF16, n, k, false)
+		row := func(dst, src int) { copy(m.codes[2*dst*k:2*(dst+1)*k], m.codes[2*src*k:2*(src+1)*k]) }
+		words, x := activations(rng, MaxRows, k)
+		// the winner of x[0] is copied to two later rows: the lowest must win; a row made of x[1] itself stands beyond the valid ids
+		best := 0
+		top := math.Inf(-1)
+		for i := range n {
+			if v, _ := m.dot(i, x[0]); v > top {
+				best, top = i, v
+			}
+		}
+		row(4321, best)
+		row(123, best)
+		for j := range k {
+			binary.LittleEndian.PutUint16(m.codes[2*(4990*k+j):], bf16(x[1][j]))
+		}
+		m.decoded = nil
+		const valid = 4990
+		for r := 1; r <= MaxRows; r++ {
+			logits := g.poisoned(4 * n * r)
+			plan, p, err := g.set.Limits.Gemv(FormatBF16, uint32(r), k, []Part{m.part(g, logits, n, 0)}, 1, Tuning{})
+			g.check(err)
+			bests, out := g.poisoned(8*r*int(plan.Grid)), g.poisoned(4*r)
+			p.X, p.XLd, p.Best, p.ValidRows = upload(g, words), k, bests, valid
+			run(g, plan, &p, true)
+			run(g, Plan{Kernel: BestMerge, Grid: uint32(r)}, &BestParams{Best: bests, Out: out, N: plan.Grid, R: uint32(r)}, true)
+			ids, got := download[uint32](g, out, r), download[uint16](g, logits, n*r)
+			for a := range r {
+				want, top := 0, math.Inf(-1)
+				for i := range valid {
+					if v := unbf16(got[a*n+i]); v > top {
+						want, top = i, v
+					}
+				}
+				if int(ids[a]) != want {
+					t.Errorf("R %d row %d: id %d, want %d (logit %g)", r, a, ids[a], want, top)
+				}
+				if exact, abs := m.dot(want, x[a]); math.Abs(top-exact) > math.Abs(exact)/128+1e-5*abs {
+					t.Errorf("R %d row %d: logit %g, want %g", r, a, top, exact)
+				}
+			}
+			if want := min(best, 123); int(ids[0]) != want {
+				t.Errorf("R %d: tie went to %d, want %d", r, ids[0], want)
+			}
+		}
+	})
+}
+
+func sigmoid(x float64) float64 { return 1 / (1 + math.Exp(-x)) }
+
+func TestHyperConnection(t *testing.T) {
+	withGPU(t, func(g *gpu) {
+		rng := rand.New(rand.NewPCG(5, 6))
+		for _, sh := range []struct{ h, low int }{{2560, 320}, {128, 64}, {128, 32}, {192, 64}} {
+			for _, variant := range []int{0, 1, 2} { // BF16, FP8 with BF16 scales, FP8 with FP32 scales
+				f := FormatBF16
+				if variant > 0 {
+					f = FormatE4M3
+				}
+				if f.rowBytes(uint32(sh.low))%64 != 0 {
+					continue
+				}
+				h, low := sh.h, sh.low
+				down := randomMatrix(rng, f, low, 4*h, variant == 2)
+				up := randomMatrix(rng, f, 4*h, low, variant == 2)
+				injW := randomMatrix(rng, FormatBF16, 4, 4*h, false)
+				norm := make([]uint16, 4*h)
+				for i := range norm {
+					norm[i] = bf16(0.3 * rng.NormFloat64())
+				}
+				dDown, dUp := down.part(g, 0, 0, 0), up.part(g, 0, 0, 0)
+				dInj, dNorm := upload(g, injW.codes), upload(g, norm)
+				for r := 1; r <= MaxRows; r++ {
+					for _, pending := range []bool{true, false} {
+						if h == 2560 && (r != 1 && r != 3 && r != 8 || !pending) {
+							continue
+						}
+						xw, x := activations(rng, 4*r, h)
+						yw, y := activations(rng, r, h)
+						inject := make([]float32, 4*r)
+						for i := range inject {
+							inject[i] = rng.Float32() * 2
+						}
+						xOut, partial, square := g.poisoned(2*4*h*r), g.poisoned(4*4*(low+4)*r), g.poisoned(16*r)
+						mix, injOut := g.poisoned(2*h*r), g.poisoned(16*r)
+						plan, p, err := g.set.Limits.HcDown(f == FormatE4M3, uint32(r), uint32(h), uint32(low))
+						g.check(err)
+						p.X, p.Norm, p.Down, p.DownScale, p.InjW = upload(g, xw), dNorm, dDown.W, dDown.Scale, dInj
+						p.XOut, p.Partial, p.Square = xOut, partial, square
+						if pending {
+							p.Y, p.Inject = upload(g, yw), upload(g, inject)
+						}
+						uPlan, u, err := g.set.Limits.HcUp(f == FormatE4M3, uint32(r), uint32(h), uint32(low))
+						g.check(err)
+						u.X, u.Norm, u.Partial, u.Square, u.Up, u.UpScale, u.Mix, u.Inject = xOut, dNorm, partial, square, dUp.W, dUp.Scale, mix, injOut
+						if variant == 2 {
+							p.ScaleF32, u.ScaleF32 = 1, 1
+						}
+						run(g, plan, &p, true)
+						run(g, uPlan, &u, true)
+						gotX, gotMix, gotInj := download[uint16](g, xOut, 4*h*r), download[uint16](g, mix, h*r), download[float32](g, injOut, 4*r)
+						what := fmt.Sprintf("H %d rank %d variant %d R %d pending %v", h, low, variant, r, pending)
+						for a := range r {
+							// exact streams, then everything else from the streams as stored
+							n := make([]float64, 4*h)
+							for s := range 4 {
+								sum := 0.0
+								for c := range h {
+									want := x[4*a+s][c]
+									if pending {
+										want += float64(inject[4*a+s]) * y[a][c]
+									}
+									got := unbf16(gotX[(4*a+s)*h+c])
+									ulp := math.Pow(2, math.Floor(math.Log2(math.Max(math.Abs(want), 1e-38)))-7)
+									if !(math.Abs(got-want) <= ulp) {
+										panic(fmt.Errorf("%s: stream %d channel %d: %g, want %g", what, s, c, got, want))
+									}
+									sum += got * got
+									n[s*h+c] = got * (1 + unbf16(norm[s*h+c]))
+								}
+								f := 1 / math.Sqrt(sum/float64(h)+1e-6)
+								for c := range h {
+									n[s*h+c] *= f
+								}
+							}
+							lowv := make([]float64, low)
+							for i := range low {
+								d, _ := down.dot(i, n)
+								lowv[i] = d / 4 * sigmoid(d/4)
+							}
+							var c comparison
+							for _, j := range every(h, 7) {
+								want := 0.0
+								for s := range 4 {
+									m, _ := up.dot(s*h+j, lowv)
+									want += sigmoid(m) * n[s*h+j] / 4
+								}
+								c.add(fmt.Sprintf("mix %d", j), unbf16(gotMix[a*h+j]), want, 10, 2)
+							}
+							c.done(t, what+" mix", 3e-3)
+							c = comparison{}
+							for i := range 4 {
+								d, _ := injW.dot(i, n)
+								c.add(fmt.Sprintf("inject %d", i), float64(gotInj[4*a+i]), 2*sigmoid(d/4), 1, 0.05)
+							}
+							c.done(t, what+" inject", 1e-4)
+						}
+					}
+				}
+			}
+		}
+	})
+}
+
+// bank is a random NVFP4 expert bank in artifact layout (artifact.md 3.5).
+type bank struct {
+	e, n, k int
+	bytes   []byte
+	scaleAt int
+	divisor []float32
+}
+
+func randomBank(rng *rand.Rand, e, n, k int) *bank {
+	b := &bank{e: e, n: n, k: k, scaleAt: (e*n*k/2 + 255) / 256 * 256}
+	b.bytes = make([]byte, b.scaleAt+e*n*k/16)
+	for i := range e * n * k / 2 {
+		b.bytes[i] = byte(rng.Uint32())
+	}
+	for i := range e * n * k / 16 {
+		c := byte(0x28 + rng.IntN(0x20))
+		switch rng.IntN(20) {
+		case 0:
+			c = byte(rng.IntN(8)) // zero and subnormal scales
+		case 1:
+			c = 0x7e
+		}
+		b.bytes[b.scaleAt+i] = c
+	}
+	for range e {
+		b.divisor = append(b.divisor, float32(math.Sqrt(float64(k))*20*(0.5+rng.Float64())))
+	}
+	return b
+}
+
+func (b *bank) dot(e, row int, x []float64) (sum float64) {
+	for k, v := range x {
+		c := b.bytes[(e*b.n+row)*b.k/2+k/2] >> (4 * (k & 1)) & 15
+		g := k / 16
+		swz := (row/128*(b.k/64)+g/4)*512 + row%32*16 + row%128/32*4 + g%4
+		sum += e2m1(c) * e4m3(b.bytes[b.scaleAt+e*b.n*b.k/16+swz]) * v
+	}
+	return sum / float64(b.divisor[e])
+}
+
+func (b *bank) pack(g *gpu, paired bool) driver.Ptr {
+	raw := upload(g, b.bytes)
+	out := g.poisoned(b.e * b.n * b.k * 9 / 16)
+	p := &RepackParams{Codes: raw, Scales: raw + driver.Ptr(b.scaleAt), Bank: out, N: uint32(b.n), K: uint32(b.k), Count: uint32(b.e)}
+	if paired {
+		p.Paired = 1
+	}
+	run(g, Repack(p.N, p.K, p.Count), p, false)
+	return out
+}
+
+func TestExperts(t *testing.T) {
+	withGPU(t, func(g *gpu) {
+		rng := rand.New(rand.NewPCG(7, 8))
+		for _, sh := range []struct{ h, inner, experts, topk, maxR int }{{2560, 640, 24, 10, 8}, {128, 128, 8, 2, 8}, {256, 128, 37, 5, 8}, {128, 128, 512, 16, 8}} {
+			upB, downB := randomBank(rng, sh.experts, 2*sh.inner, sh.h), randomBank(rng, sh.experts, sh.h, sh.inner)
+			if sh.inner%128 != 0 || sh.h%128 != 0 {
+				panic("bad shape")
+			}
+			dUp, dDown := upB.pack(g, true), downB.pack(g, false)
+			dUpDiv, dDownDiv := upload(g, upB.divisor), upload(g, downB.divisor)
+			sharedDown := randomMatrix(rng, FormatBF16, sh.h, sh.inner, false)
+			dShared := upload(g, sharedDown.codes)
+			for variant := range 3 {
+				f := FormatBF16
+				if variant > 0 {
+					f = FormatE4M3
+				}
+				router := randomMatrix(rng, f, sh.experts, sh.h, variant == 2)
+				gate, up := randomMatrix(rng, f, sh.inner, sh.h, variant == 2), randomMatrix(rng, f, sh.inner, sh.h, variant == 2)
+				shared := randomMatrix(rng, FormatBF16, 1, sh.h, false)
+				pr, pg, pu, ps := router.part(g, 0, 0, 0), gate.part(g, 0, 0, 0), up.part(g, 0, 0, 0), shared.part(g, 0, 0, 0)
+				for r := 1; r <= sh.maxR; r++ {
+					if sh.h == 2560 && r != 1 && r != 2 && r != 5 && r != 8 {
+						continue
+					}
+					words, x := activations(rng, r, sh.h)
+					dx := upload(g, words)
+					logits, hs, sl := g.poisoned(4*r*sh.experts), g.poisoned(2*r*sh.inner), g.poisoned(4*r)
+					hid, out, distinct := g.poisoned(2*r*sh.topk*sh.inner), g.poisoned(2*r*sh.h), g.poisoned(4)
+					rPlan, rp, err := g.set.Limits.Router(f == FormatE4M3, uint32(r), uint32(sh.h), uint32(sh.experts), uint32(sh.inner))
+					g.check(err)
+					rp.X, rp.Router, rp.RouterScale, rp.Gate, rp.GateScale, rp.Up, rp.UpScale = dx, pr.W, pr.Scale, pg.W, pg.Scale, pu.W, pu.Scale
+					rp.Shared, rp.Logits, rp.Hidden, rp.SharedLogit = ps.W, logits, hs, sl
+					if variant == 2 {
+						rp.ScaleF32 = 1
+					}
+					uPlan, upp, err := g.set.Limits.ExpertUp(uint32(r), uint32(sh.h), uint32(sh.experts), uint32(sh.topk), uint32(sh.inner), Tuning{})
+					g.check(err)
+					upp.X, upp.Logits, upp.Bank, upp.Divisor, upp.Hidden, upp.Distinct = dx, logits, dUp, dUpDiv, hid, distinct
+					dPlan, dp, err := g.set.Limits.ExpertDown(uint32(r), uint32(sh.h), uint32(sh.experts), uint32(sh.topk), uint32(sh.inner), true)
+					g.check(err)
+					dp.Logits, dp.Hidden, dp.Bank, dp.Divisor, dp.SharedW, dp.SharedHidden, dp.SharedLogit, dp.Out = logits, hid, dDown, dDownDiv, dShared, hs, sl, out
+					run(g, rPlan, &rp, true)
+					run(g, uPlan, &upp, true)
+					run(g, dPlan, &dp, true)
+					what := fmt.Sprintf("H %d I %d E %d top %d variant %d R %d", sh.h, sh.inner, sh.experts, sh.topk, variant, r)
+					gotL, gotHs, gotSl := download[float32](g, logits, r*sh.experts), download[uint16](g, hs, r*sh.inner), download[float32](g, sl, r)
+					gotH, gotOut := download[uint16](g, hid, r*sh.topk*sh.inner), download[uint16](g, out, r*sh.h)
+					chosen := map[int]bool{}
+					for a := range r {
+						var c comparison
+						for e := range sh.experts {
+							want, abs := router.dot(e, x[a])
+							c.add(fmt.Sprintf("logit %d", e), float64(gotL[a*sh.experts+e]), want, abs, 0.02)
+						}
+						want, abs := shared.dot(0, x[a])
+						c.add("shared logit", float64(gotSl[a]), want, abs, 0.02)
+						c.done(t, what+" router", 1e-4)
+						c = comparison{}
+						sharedV := make([]float64, sh.inner)
+						for i := range sh.inner {
+							u, _ := gate.dot(i, x[a])
+							v, _ := up.dot(i, x[a])
+							sharedV[i] = unbf16(gotHs[a*sh.inner+i])
+							c.add(fmt.Sprintf("shared hidden %d", i), sharedV[i], u*sigmoid(u)*v, 1e3, 2)
+						}
+						c.done(t, what+" shared hidden", 3e-3)
+						// routing from the logits as stored: rank order, ties to the lower id
+						ids, ws := topOf(gotL[a*sh.experts:(a+1)*sh.experts], sh.topk)
+						c = comparison{}
+						var routed [][]float64
+						for j, e := range ids {
+							chosen[e] = true
+							hv := make([]float64, sh.inner)
+							for i := range sh.inner {
+								hv[i] = unbf16(gotH[(a*sh.topk+j)*sh.inner+i])
+							}
+							routed = append(routed, hv)
+							for _, i := range every(sh.inner, 7) {
+								u, v := upB.dot(e, i, x[a]), upB.dot(e, sh.inner+i, x[a])
+								c.add(fmt.Sprintf("expert %d hidden %d", e, i), hv[i], u*sigmoid(u)*v, 1e3, 2)
+							}
+						}
+						c.done(t, what+" hidden", 3e-3)
+						c = comparison{}
+						for _, i := range every(sh.h, 13) {
+							s, _ := sharedDown.dot(i, sharedV)
+							v := sigmoid(float64(gotSl[a])) * s
+							for j, e := range ids {
+								v += ws[j] * downB.dot(e, i, routed[j])
+							}
+							c.add(fmt.Sprintf("out %d", i), unbf16(gotOut[a*sh.h+i]), v, 1e4, 2)
+						}
+						c.done(t, what+" out", 3e-3)
+					}
+					if d := download[uint32](g, distinct, 1)[0]; int(d) != len(chosen) {
+						t.Errorf("%s: %d distinct experts, want %d", what, d, len(chosen))
+					}
+				}
+			}
+		}
+	})
+}
+
+// topOf is the k largest logits, the lower id first on ties, and their soft-max weights.
+func topOf(l []float32, k int) (ids []int, w []float64) {
+	used := map[int]bool{}
+	for range k {
+		best := -1
+		for i, v := range l {
+			if !used[i] && (best < 0 || v > l[best]) {
+				best = i
+			}
+		}
+		used[best] = true
+		ids = append(ids, best)
+	}
+	sum := 0.0
+	for _, i := range ids {
+		w = append(w, math.Exp(float64(l[i])-float64(l[ids[0]])))
+		sum += w[len(w)-1]
+	}
+	for i := range w {
+		w[i] /= sum
+	}
+	return ids, w
+}
+
+// Equal logits everywhere: the lowest ids win, in order.
+func TestRoutingTies(t *testing.T) {
+	withGPU(t, func(g *gpu) {
+		const h, inner, e, topk = 128, 128, 64, 4
+		rng := rand.New(rand.NewPCG(9, 10))
+		b := randomBank(rng, e, 2*inner, h)
+		packed, div := b.pack(g, true), upload(g, b.divisor)
+		for r := 1; r <= 3; r++ {
+			logits := make([]float32, r*e)
+			for a := range r {
+				logits[a*e+40], logits[a*e+13], logits[a*e+50] = 1, 1, 2
+			}
+			words, x := activations(rng, r, h)
+			hid := g.poisoned(2 * r * topk * inner)
+			plan, p, err := g.set.Limits.ExpertUp(uint32(r), h, e, topk, inner, Tuning{})
+			g.check(err)
+			p.X, p.Logits, p.Bank, p.Divisor, p.Hidden = upload(g, words), upload(g, logits), packed, div, hid
+			run(g, plan, &p, false)
+			got := download[uint16](g, hid, r*topk*inner)
+			for a := range r {
+				for j, want := range []int{50, 13, 40, 0} {
+					u, v := b.dot(want, 5, x[a]), b.dot(want, inner+5, x[a])
+					if w := u * sigmoid(u) * v; math.Abs(unbf16(got[(a*topk+j)*inner+5])-w) > 1e-2*math.Abs(w)+1e-3 {
+						t.Errorf("R %d rank %d is not expert %d", r, j, want)
+					}
+				}
+			}
+		}
+	})
+}

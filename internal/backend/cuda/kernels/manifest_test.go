@@ -1,0 +1,158 @@
+package kernels
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json/v2"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"ninfer/internal/backend/cuda/kernels/digest"
+)
+
+// The committed machine code was made from the committed sources: a change of one without the other fails here, without a compiler.
+func TestManifest(t *testing.T) {
+	text, err := os.ReadFile("manifest.json")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var m struct {
+		Archs   []string
+		Headers map[string]string
+		Kernels map[string]struct{ Source, Fatbin string }
+	}
+	if err := json.Unmarshal(text, &m, json.MatchCaseInsensitiveNames(true)); err != nil {
+		t.Fatal(err)
+	}
+	check := func(path, want string) {
+		t.Helper()
+		b, err := os.ReadFile(path)
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		sum := digest.Source(string(b))
+		if filepath.Ext(path) == ".fatbin" {
+			s := sha256.Sum256(b)
+			sum = hex.EncodeToString(s[:])
+		}
+		if sum != want {
+			t.Errorf("%s is not what the machine code was made from: run tools/kernelgen", path)
+		}
+	}
+	if strings.Join(m.Archs, " ") != "90a 120a" {
+		t.Errorf("compiled for %v", m.Archs)
+	}
+	seen := map[string]bool{}
+	for _, pattern := range []string{"*.cuh", "*.h"} {
+		files, _ := filepath.Glob(pattern)
+		for _, f := range files {
+			seen[f] = true
+			if m.Headers[f] == "" {
+				t.Errorf("%s is not in the manifest", f)
+			} else {
+				check(f, m.Headers[f])
+			}
+		}
+	}
+	for f := range m.Headers {
+		if !seen[f] {
+			t.Errorf("%s is in the manifest only", f)
+		}
+	}
+	files, _ := filepath.Glob("*.cu")
+	if len(files) != len(m.Kernels) || len(files) != len(sources) {
+		t.Errorf("%d sources, %d in the manifest, %d in the table", len(files), len(m.Kernels), len(sources))
+	}
+	for _, f := range files {
+		name := strings.TrimSuffix(f, ".cu")
+		check(f, m.Kernels[name].Source)
+		check(filepath.Join("fatbin", name+".fatbin"), m.Kernels[name].Fatbin)
+	}
+}
+
+// The committed resource report shows no spills, on either target, for any kernel, and mentions every kernel on both.
+func TestResources(t *testing.T) {
+	text, err := os.ReadFile("resources.txt")
+	if err != nil {
+		t.Fatal(err)
+	}
+	seen := map[string]bool{}
+	for line := range strings.Lines(string(text)) {
+		f := strings.Fields(line)
+		if len(f) != 7 || !strings.HasPrefix(f[2], "sm_") {
+			continue
+		}
+		seen[f[1]+" "+f[2]] = true
+		if f[6] != "0" {
+			t.Errorf("%s on %s spills %s bytes", f[1], f[2], f[6])
+		}
+	}
+	for _, k := range table {
+		for _, a := range archs {
+			if !seen[k.name+" "+a] {
+				t.Errorf("%s on %s is not in the report", k.name, a)
+			}
+		}
+	}
+}
+
+// Plans exist for the official sizes on both cards and stay inside their limits; what they cannot do is an error, not a launch.
+func TestPlans(t *testing.T) {
+	for name, l := range map[string]Limits{
+		"H200": {SMs: 132, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10}, "RTX PRO 6000": {SMs: 188, SharedPerBlock: 99 << 10, SharedPerSM: 100 << 10},
+	} {
+		for r := uint32(1); r <= MaxRows; r++ {
+			check := func(what string, p Plan, err error) {
+				t.Helper()
+				if err != nil {
+					// small shared memory takes fewer rows at a time: the caller loops
+					if name == "H200" || r == 1 {
+						t.Errorf("%s %s R %d: %v", name, what, r, err)
+					}
+					return
+				}
+				if p.Shared > l.SharedPerBlock || p.Grid == 0 {
+					t.Errorf("%s %s R %d: %+v", name, what, r, p)
+				}
+			}
+			for _, f := range []Format{FormatBF16, FormatE4M3} {
+				p, _, err := l.Gemv(f, r, 2560, []Part{{Rows: 16384}, {Rows: 96}}, 1+int(1-f), Tuning{})
+				check("gdn_in", p, err)
+				p, _, err = l.Gemv(f, r, 6144, []Part{{Rows: 2560}}, 1, Tuning{})
+				check("gdn_out", p, err)
+				p, _, err = l.Gemv(f, r, 2560, []Part{{Rows: 248320}}, 1, Tuning{})
+				check("head", p, err)
+				p, _, err = l.HcDown(f == FormatE4M3, r, 2560, 320)
+				check("hc_down", p, err)
+				p, _, err = l.HcUp(f == FormatE4M3, r, 2560, 320)
+				check("hc_up", p, err)
+				p, _, err = l.Router(f == FormatE4M3, r, 2560, 512, 640)
+				check("router", p, err)
+			}
+			p, _, err := l.Gemv(FormatQ4, r, 2560, []Part{{Rows: 147456}}, 1, Tuning{})
+			check("proposal head", p, err)
+			p, _, err = l.ExpertUp(r, 2560, 512, 10, 640, Tuning{})
+			check("expert_gate_up", p, err)
+			p, _, err = l.ExpertDown(r, 2560, 512, 10, 640, true)
+			check("expert_down", p, err)
+		}
+		for what, err := range map[string]error{
+			"9 rows":    second(l.Gemv(FormatBF16, 9, 2560, []Part{{Rows: 1}}, 1, Tuning{})),
+			"odd k":     second(l.Gemv(FormatBF16, 1, 33, []Part{{Rows: 1}}, 1, Tuning{})),
+			"window":    second(l.Gemv(FormatBF16, 8, 2560, []Part{{Rows: 1}}, 1, Tuning{Window: 64})),
+			"no parts":  second(l.Gemv(FormatBF16, 1, 64, nil, 0, Tuning{})),
+			"top 17":    second(l.ExpertUp(1, 2560, 512, 17, 640, Tuning{})),
+			"513":       second(l.ExpertDown(1, 2560, 513, 10, 640, true)),
+			"long rows": second(l.HcDown(false, 1, 1<<20, 320)),
+		} {
+			if err == nil {
+				t.Errorf("%s: a plan for %s", name, what)
+			}
+		}
+	}
+}
+
+func second[P any](_ Plan, _ P, err error) error { return err }

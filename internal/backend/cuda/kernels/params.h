@@ -1,0 +1,153 @@
+// Parameter structs: one per kernel, passed by value. tools/kernelgen reads this file and writes the Go mirrors, so it keeps to
+// flat structs of uint32_t, float, pointers, and arrays of those or of an earlier struct. Pointers come first where possible;
+// every struct is a multiple of eight bytes.
+#pragma once
+#include <cstdint>
+#include <cuda_bf16.h>
+
+// One matrix of a launch that runs over several matrices with the same input.
+struct Part {
+  const void* w;          // rows x K, row-major: BF16, E4M3, or 4-bit codes
+  const void* scale;      // E4M3: one scale a row; Q4: FP16 per 64 codes; BF16: null
+  void* out;              // [R][out_ld], or null when only the argmax is wanted
+  uint32_t rows;          // rows of this part
+  uint32_t out_ld;        // elements between two activation rows of out
+  uint32_t flags;         // PART_*
+  uint32_t reserved;
+};
+
+struct GemvParams {
+  const __nv_bfloat16* x;  // [R][x_ld] activations
+  uint64_t* best;          // [R][blocks] argmax keys, or null
+  uint32_t r, x_ld, k;     // activation rows (1..8), their stride, K
+  uint32_t piece;          // Q4: bytes of a row in one stage, the whole row's codes
+  uint32_t stages;         // Q4: ring depth
+  uint32_t parts;          // parts used
+  uint32_t first_parts;    // the first so many are in the kernel's own format, the rest BF16
+  uint32_t first_blocks;   // blocks that work on the first parts
+  uint32_t valid_rows;     // rows >= this never win the argmax
+  uint32_t trigger;        // next kernel may start: 0 at once, 1 after the own wait (R3), 2 when the activations have been read
+  uint32_t window;         // rows whose sums are kept before they are added up: at least 16, window * r <= 128
+  uint32_t reserved;
+  Part part[8];
+};
+
+struct BestParams {
+  const uint64_t* best;    // [R][n]
+  const uint32_t* ids;     // row -> token id, or null for the row itself
+  uint32_t* out;           // [R] token ids
+  uint32_t n, r;
+};
+
+struct NaiveParams {
+  const __nv_bfloat16* x;
+  const void* w;
+  const void* scale;
+  void* out;
+  uint32_t r, x_ld, k, rows, out_ld, format, flags, reserved;
+};
+
+struct HcDownParams {
+  const __nv_bfloat16* x;        // [R][4][H] streams
+  const __nv_bfloat16* y;        // [R][H] block output still to be injected, or null
+  const float* inject;           // [R][4] its weights
+  const __nv_bfloat16* norm;     // [4][H], used as 1 + w
+  const void* down;              // [L][4H]
+  const void* down_scale;        // [L] or null
+  const __nv_bfloat16* inj_w;    // [4][4H], or null (mixers)
+  __nv_bfloat16* x_out;          // [R][4][H] streams after injection; never x itself
+  float* partial;                // [R][4][L+4]
+  float* square;                 // [R][4] sums of squares of the new streams
+  uint32_t r, h, l, groups;      // groups of rows a stream is cut into; grid = 4 * (groups + 1)
+  uint32_t scale_f32;
+  uint32_t trigger;              // the next kernel may start: 0 at once, 1 when the activations have been read, 2 after the wait
+};
+
+struct HcUpParams {
+  const __nv_bfloat16* x;        // [R][4][H] the new streams
+  const __nv_bfloat16* norm;     // [4][H]
+  const float* partial;          // [R][4][L+4]
+  const float* square;           // [R][4]
+  const void* up;                // [4H][L]
+  const void* up_scale;          // [4H] or null
+  __nv_bfloat16* mix;            // [R][H]
+  float* inject;                 // [R][4], or null
+  uint32_t r, h, l, scale_f32;
+  uint32_t trigger, reserved;
+};
+
+struct RouterParams {
+  const __nv_bfloat16* x;        // [R][x_ld]
+  const void* router;            // [E][K]
+  const void* router_scale;
+  const void* gate;              // [I][K] shared expert
+  const void* gate_scale;
+  const void* up;                // [I][K]
+  const void* up_scale;
+  const __nv_bfloat16* shared;   // [K] shared gate vector, always BF16
+  float* logits;                 // [R][E]
+  __nv_bfloat16* hidden;         // [R][I] silu(gate x) * (up x)
+  float* shared_logit;           // [R]
+  uint32_t r, x_ld, k, experts, inner, scale_f32;
+  uint32_t trigger, reserved;
+};
+
+struct ExpertUpParams {
+  const __nv_bfloat16* x;        // [R][x_ld]
+  const float* logits;           // [R][E]
+  const void* bank;              // packed tiles, see expert.cu
+  const float* divisor;          // [E]
+  __nv_bfloat16* hidden;         // [R][topk][I]
+  uint32_t* distinct;            // number of distinct experts, for reports; may be null
+  uint32_t r, x_ld, k, experts, topk, inner;
+};
+
+struct ExpertDownParams {
+  const float* logits;           // [R][E]
+  const __nv_bfloat16* hidden;   // [R][topk][I]
+  const void* bank;              // packed tiles
+  const float* divisor;          // [E]
+  const __nv_bfloat16* shared_w; // [H][I]
+  const __nv_bfloat16* shared_hidden;  // [R][I]
+  const float* shared_logit;     // [R]
+  __nv_bfloat16* out;            // [R][H]
+  uint32_t r, experts, topk, inner, h, early;
+};
+
+struct RepackParams {
+  const uint8_t* codes;          // [E][N][K/2]
+  const uint8_t* scales;         // expert_block_scale_k16_m128x4
+  uint8_t* bank;                 // packed tiles
+  uint32_t n, k, first_expert, count, paired, reserved;  // paired: 8 rows of the first half with 8 of the second
+};
+
+struct ReadParams {
+  const void* src;
+  uint64_t bytes;
+  uint32_t* sink;
+  uint32_t stages, stage_bytes;
+};
+
+struct CopyParams {
+  const void* src;
+  void* dst;
+  uint64_t bytes;
+};
+
+struct EmptyParams {
+  uint32_t* out;
+  uint32_t value, wait;
+};
+
+struct FillParams {
+  void* dst;
+  uint64_t count;                // elements: BF16, E4M3 codes, FP32, or bytes
+  uint32_t kind, seed;
+  float scale;
+  uint32_t reserved;
+};
+
+struct SizesParams {
+  uint32_t* out;
+  uint32_t n, reserved;
+};
