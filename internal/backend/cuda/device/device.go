@@ -8,7 +8,9 @@
 // A verify pass leaves fixed states alone and records its rows; the next pass of the lane folds the kept ones first, inside the same
 // kernels. Moving an image folds them before.
 //
-// Every reduction has an order that depends on its own row only, so results do not depend on batch, chunk or company.
+// Where shape and format allow it the tuned matrix kernels of cuda/kernels are used, and everywhere else the plain ones of the folder
+// below. In the plain ones every reduction has an order that depends on its own row only: with Options.Plain results do not depend on
+// batch, chunk or company in a single bit. The tuned ones may add in another order for another number of rows.
 //
 // A Device belongs to one goroutine. Launch returns when the work is queued; it waits for the launch before it to have read its control
 // block. Prompts run eight rows at a time through the kernels of decoding: correct, not fast.
@@ -22,6 +24,7 @@ import (
 	"ninfer/internal/backend"
 	"ninfer/internal/backend/cuda/device/kernels"
 	"ninfer/internal/backend/cuda/driver"
+	tuned "ninfer/internal/backend/cuda/kernels"
 )
 
 // Options size a device; the members that cpu.Options has too mean the same.
@@ -34,9 +37,11 @@ type Options struct {
 	Carry  int
 
 	Ordinal int  // which GPU
+	Plain   bool // use the plain kernels only: slower, and the same bits whatever the rows of a pass
 	NoGraph bool // launch every kernel by itself instead of replaying captured steps
 	// Code is where compiled kernels come from; nil is what was built in.
-	Code fs.FS
+	Code  fs.FS
+	Tuned fs.FS // the same of the tuned kernels
 }
 
 // Device is a GPU with room for images and the weights of the programs compiled so far.
@@ -44,6 +49,7 @@ type Device struct {
 	opt    Options
 	owner  *driver.Owner
 	set    *kernels.Set
+	tuned  *tuned.Set // nil with Options.Plain
 	stream driver.Stream
 	failed error // a device error ends the device
 	closed bool
@@ -52,6 +58,7 @@ type Device struct {
 	states   []plane
 	weights  map[*byte]driver.Ptr // stored tensors by their first byte
 	vectors  map[vectorKey]driver.Ptr
+	banks    map[*byte]bank
 	rotaries map[backend.Rotary]driver.Ptr
 	folders  map[backend.StateID]func(*Device, *driver.Context, driver.Ptr) error
 	chain    driver.Ptr // [lanes][width] streams after a lane's last draft row
@@ -107,7 +114,7 @@ func Open(opt Options) (*Device, error) {
 		return nil, err
 	}
 	d := &Device{
-		opt: opt, owner: owner, weights: map[*byte]driver.Ptr{}, vectors: map[vectorKey]driver.Ptr{}, rotaries: map[backend.Rotary]driver.Ptr{},
+		opt: opt, owner: owner, weights: map[*byte]driver.Ptr{}, vectors: map[vectorKey]driver.Ptr{}, banks: map[*byte]bank{}, rotaries: map[backend.Rotary]driver.Ptr{},
 		folders: map[backend.StateID]func(*Device, *driver.Context, driver.Ptr) error{},
 	}
 	if err := owner.Do(d.reserve); err != nil {
@@ -115,6 +122,16 @@ func Open(opt Options) (*Device, error) {
 		return nil, err
 	}
 	return d, nil
+}
+
+// Absent says that an error of Open means that this machine has no GPU to use: no driver, an old one, no device, or one that this program
+// has no code for.
+func Absent(err error) bool {
+	var none *driver.NoDriverError
+	var old *driver.OldDriverError
+	var missing *driver.NoDeviceError
+	var arch *driver.ArchError
+	return errors.As(err, &none) || errors.As(err, &old) || errors.As(err, &missing) || errors.As(err, &arch)
 }
 
 // Name is the GPU's name; Bytes is what the device has allocated on it.
@@ -137,6 +154,16 @@ func (d *Device) reserve(c *driver.Context) (err error) {
 	}
 	if err != nil {
 		return err
+	}
+	if !d.opt.Plain {
+		if d.opt.Tuned != nil {
+			d.tuned, err = tuned.LoadFrom(c, d.opt.Tuned)
+		} else {
+			d.tuned, err = tuned.Load(c)
+		}
+		if err != nil {
+			return err
+		}
 	}
 	if d.stream, err = c.NewStream(); err != nil {
 		return err
@@ -395,6 +422,9 @@ func (d *Device) Close() error {
 		for _, p := range d.weights {
 			err = errors.Join(err, free(c, p))
 		}
+		for _, b := range d.banks {
+			err = errors.Join(err, free(c, b.tiles), free(c, b.divisors))
+		}
 		for _, p := range d.vectors {
 			err = errors.Join(err, free(c, p))
 		}
@@ -407,6 +437,9 @@ func (d *Device) Close() error {
 		}
 		if d.set != nil {
 			err = errors.Join(err, d.set.Unload(c))
+		}
+		if d.tuned != nil {
+			err = errors.Join(err, d.tuned.Unload(c))
 		}
 		return err
 	})

@@ -116,6 +116,22 @@ func (p *pass) gemv(x driver.Ptr, element, ld, rows int, parts ...kernels.Part) 
 		n += int(q.M.Rows)
 	}
 	for r := 0; r < rows; r += kernels.MaxRows {
+		if element == 2 {
+			some := make([]kernels.Part, len(parts))
+			for i, q := range parts {
+				size := 2
+				if q.Flags&kernels.PartF32 != 0 {
+					size = 4
+				}
+				some[i] = q
+				some[i].Out += driver.Ptr(r * int(q.OutLd) * size)
+			}
+			if ok, err := p.tunedGemv(x+driver.Ptr(r*ld*element), ld, min(kernels.MaxRows, rows-r), some); err != nil {
+				return err
+			} else if ok {
+				continue
+			}
+		}
 		g.X, g.R = x+driver.Ptr(r*ld*element), uint32(min(kernels.MaxRows, rows-r))
 		for i, q := range parts {
 			size := 2
@@ -186,6 +202,9 @@ func (s *step) injection(x backend.Streams, keep bool) kernels.InjectParams {
 
 func (s *step) prepareMix(c *driver.Context, op backend.Mix) (func(*pass) error, error) {
 	l := &loader{s: s, c: c}
+	if run := s.tunedMix(l, op); run != nil || l.err != nil {
+		return run, l.err
+	}
 	in := s.injection(op.X, false)
 	h := s.program.Bufs[op.Out].Width
 	width := s.program.Bufs[op.X.X].Width
@@ -283,7 +302,7 @@ func (s *step) folderDelta(heads int, shared uint32, params kernels.DeltaParams)
 }
 
 // splits is how many blocks share a row's attention in each head.
-const splits = 8
+const splits = 24
 
 func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error, error) {
 	l := &loader{s: s, c: c}
@@ -442,6 +461,9 @@ func (p *pass) read(dst []byte, src driver.Ptr) error {
 func (s *step) prepareMoE(c *driver.Context, op backend.MoE) (func(*pass) error, error) {
 	l := &loader{s: s, c: c}
 	w := op.W
+	if run := s.tunedMoE(l, op); run != nil || l.err != nil {
+		return run, l.err
+	}
 	h := s.program.Bufs[op.In].Width
 	logits, gate := l.rows("router logits", 4*w.Experts), l.rows("shared logit", 4)
 	parts := []kernels.Part{

@@ -1,0 +1,317 @@
+package device
+
+import (
+	"fmt"
+	"math"
+	"slices"
+
+	"ninfer/internal/backend"
+	plain "ninfer/internal/backend/cuda/device/kernels"
+	"ninfer/internal/backend/cuda/driver"
+	"ninfer/internal/backend/cuda/kernels"
+	"ninfer/internal/num"
+)
+
+// The tuned matrix kernels take the shapes and formats of real artifacts; whatever they do not take runs on the plain ones.
+
+// tunedRun launches a tuned kernel.
+func tunedRun[P any](p *pass, plan kernels.Plan, params *P) error {
+	return kernels.Run(p.s.d.tuned, p.c, p.s.d.stream, plan, params, true)
+}
+
+// stored is a matrix as the tuned kernels see it.
+type stored struct {
+	format kernels.Format
+	w      driver.Ptr
+	scale  driver.Ptr
+	flags  uint32
+}
+
+func tunedMatrix(m plain.Mat) (stored, bool) {
+	s := stored{w: m.Codes + driver.Ptr(m.First)*driver.Ptr(m.Stride)}
+	scales := m.Scales + driver.Ptr(m.First)*driver.Ptr(m.ScaleStride)
+	switch plain.Format(m.Format) {
+	case plain.BF16:
+		s.format = kernels.FormatBF16
+	case plain.FP8RowBF16:
+		s.format, s.scale = kernels.FormatE4M3, scales
+	case plain.FP8RowFP32:
+		s.format, s.scale, s.flags = kernels.FormatE4M3, scales, kernels.PartScaleF32
+	case plain.Q4:
+		s.format, s.scale = kernels.FormatQ4, scales
+	default:
+		return s, false
+	}
+	return s, s.w%16 == 0 && m.Rows > 0
+}
+
+// tunedGemv multiplies up to eight BF16 rows of x if the tuned kernels can; ok says whether they could.
+func (p *pass) tunedGemv(x driver.Ptr, ld, rows int, parts []plain.Part) (ok bool, err error) {
+	d := p.s.d
+	if d.tuned == nil || len(parts) == 0 || uint32(ld) != parts[0].M.K {
+		return false, nil
+	}
+	var own, rest []kernels.Part
+	format := kernels.FormatBF16
+	for _, q := range parts {
+		s, fits := tunedMatrix(q.M)
+		if !fits || q.Flags&^plain.PartF32 != 0 {
+			return false, nil
+		}
+		t := kernels.Part{W: s.w, Scale: s.scale, Out: q.Out, Rows: q.M.Rows, OutLd: q.OutLd, Flags: s.flags}
+		if q.Flags&plain.PartF32 != 0 {
+			t.Flags |= kernels.PartOutF32
+		}
+		switch {
+		case s.format == kernels.FormatBF16:
+			rest = append(rest, t)
+		case len(own) > 0 && s.format != format:
+			return false, nil
+		default:
+			format = s.format
+			own = append(own, t)
+		}
+	}
+	from := len(own)
+	if from == 0 {
+		from = len(rest)
+	}
+	plan, g, err := d.tuned.Limits.Gemv(format, uint32(rows), parts[0].M.K, append(own, rest...), from, kernels.Tuning{})
+	if err != nil {
+		return false, nil
+	}
+	g.X, g.XLd = x, uint32(ld)
+	return true, tunedRun(p, plan, &g)
+}
+
+// tunedMix prepares a hyper-connection site on the tuned kernels; nil if they do not take it. The streams move to another buffer.
+func (s *step) tunedMix(l *loader, op backend.Mix) func(*pass) error {
+	d, w := s.d, op.W
+	h := s.program.Bufs[op.Out].Width
+	width, low := s.program.Bufs[op.X.X].Width, w.Down.N
+	if d.tuned == nil || width != 4*h || w.Eps != float64(float32(1e-6)) && w.Eps != 1e-6 || w.Norm.T.Format != num.BF16 {
+		return nil
+	}
+	if w.Inject.Present() && w.Inject.T.Format != num.BF16 {
+		return nil
+	}
+	down, ok1 := tunedMatrix(l.matrix(w.Down))
+	up, ok2 := tunedMatrix(l.matrix(w.Up))
+	if !ok1 || !ok2 || down.format != up.format || down.flags != up.flags || down.format == kernels.FormatQ4 {
+		return nil
+	}
+	fp8 := down.format == kernels.FormatE4M3
+	type half struct {
+		downPlan, upPlan kernels.Plan
+		down             kernels.HcDownParams
+		up               kernels.HcUpParams
+	}
+	var plans [kernels.MaxRows + 1]half
+	for r := 1; r <= min(kernels.MaxRows, s.program.Pass.Rows); r++ {
+		q := &plans[r]
+		var err error
+		if q.downPlan, q.down, err = d.tuned.Limits.HcDown(fp8, uint32(r), uint32(h), uint32(low)); err != nil {
+			return nil
+		}
+		if q.upPlan, q.up, err = d.tuned.Limits.HcUp(fp8, uint32(r), uint32(h), uint32(low)); err != nil {
+			return nil
+		}
+	}
+	inj, _ := tunedMatrix(l.matrix(w.Inject))
+	norm, _ := tunedMatrix(l.matrix(w.Norm))
+	other, ok := s.other[op.X.X]
+	if !ok {
+		other = l.rows(fmt.Sprint("other streams ", op.X.X), 2*width)
+	}
+	in := s.injection(op.X, false)
+	partial, square := l.rows("partial sums", 16*(low+4)), l.rows("squares", 16)
+	x, xOut, inject, out := s.bufs[op.X.X], other, s.bufs[op.X.Inject], s.bufs[op.Out]
+	s.bufs[op.X.X], s.other[op.X.X] = other, x
+	scale := down.flags & kernels.PartScaleF32 / kernels.PartScaleF32
+	return func(p *pass) error {
+		for r := 0; r < len(p.rows); r += kernels.MaxRows {
+			at := driver.Ptr(r)
+			q := plans[min(kernels.MaxRows, len(p.rows)-r)]
+			q.down.X, q.down.XOut = x+at*driver.Ptr(2*width), xOut+at*driver.Ptr(2*width)
+			if in.Y != 0 {
+				q.down.Y, q.down.Inject = in.Y+at*driver.Ptr(2*h), inject+at*16
+			}
+			q.down.Norm, q.down.Down, q.down.DownScale, q.down.ScaleF32 = norm.w, down.w, down.scale, scale
+			q.down.Partial, q.down.Square = partial+at*driver.Ptr(16*(low+4)), square+at*16
+			q.up.X, q.up.Norm, q.up.Partial, q.up.Square = q.down.XOut, norm.w, q.down.Partial, q.down.Square
+			q.up.Up, q.up.UpScale, q.up.ScaleF32, q.up.Mix = up.w, up.scale, scale, out+at*driver.Ptr(2*h)
+			if w.Inject.Present() {
+				q.down.InjW, q.up.Inject = inj.w, inject+at*16
+			}
+			if err := tunedRun(p, q.downPlan, &q.down); err != nil {
+				return err
+			}
+			if err := tunedRun(p, q.upPlan, &q.up); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+}
+
+// bank is an expert bank in the tuned kernels' order.
+type bank struct{ tiles, divisors driver.Ptr }
+
+// repack uploads a bank, orders it and forgets the stored form.
+func (d *Device) repack(c *driver.Context, w backend.Weight, paired bool) (bank, error) {
+	key := &w.T.Data[0]
+	if b, ok := d.banks[key]; ok {
+		return b, nil
+	}
+	g := w.T.Geometry()
+	raw, err := c.Alloc("stored experts", uint64(len(w.T.Data)))
+	if err != nil {
+		return bank{}, err
+	}
+	defer func() { _ = c.Free(raw) }()
+	var b bank
+	size := uint64(g.Rows) * uint64(g.Cols) / 16 * 9
+	if b.tiles, err = d.alloc(c, "experts", size); err != nil {
+		return bank{}, err
+	}
+	d.banks[key] = b
+	if err := c.ToDevice(d.stream, raw, w.T.Data); err != nil {
+		return bank{}, err
+	}
+	// A launch takes so many experts that its grid stays in range.
+	const most = 64
+	for first := 0; first < g.Experts; first += most {
+		p := kernels.RepackParams{
+			Codes: raw, Scales: raw + driver.Ptr(g.Scales.Off), Bank: b.tiles, N: uint32(g.ExpertRows), K: uint32(g.Cols),
+			FirstExpert: uint32(first), Count: uint32(min(most, g.Experts-first)),
+		}
+		if paired {
+			p.Paired = 1
+		}
+		if err := kernels.Run(d.tuned, c, d.stream, kernels.Repack(p.N, p.K, p.Count), &p, false); err != nil {
+			return bank{}, err
+		}
+	}
+	if b.divisors, err = d.upload(c, w.T.Data[g.Divisors.Off:][:g.Divisors.Len]); err != nil { // waits for the stream
+		return bank{}, err
+	}
+	d.banks[key] = b
+	return b, nil
+}
+
+// tunedMoE prepares a mixture of experts on the tuned kernels; nil if they do not take it.
+func (s *step) tunedMoE(l *loader, op backend.MoE) func(*pass) error {
+	d, w := s.d, op.W
+	h := s.program.Bufs[op.In].Width
+	whole := func(b backend.Weight, rows int) bool {
+		return b.T.Format == num.NVFP4 && b.First == 0 && b.N == b.T.Rows() && b.T.Geometry().ExpertRows == rows
+	}
+	if d.tuned == nil || !w.Normalize || w.Inter != w.SharedInter || !whole(w.GateUp, 2*w.Inter) || !whole(w.Down, h) || w.SharedDown.T.Format != num.BF16 ||
+		w.SharedVector.T.Format != num.BF16 {
+		return nil
+	}
+	router, ok1 := tunedMatrix(l.matrix(w.Router))
+	gate, ok2 := tunedMatrix(l.matrix(w.SharedGate))
+	up, ok3 := tunedMatrix(l.matrix(w.SharedUp))
+	if !ok1 || !ok2 || !ok3 || router.format == kernels.FormatQ4 || gate.format != router.format || up.format != router.format ||
+		gate.flags != router.flags || up.flags != router.flags {
+		return nil
+	}
+	type plans struct {
+		router, up, down kernels.Plan
+		r                kernels.RouterParams
+		u                kernels.ExpertUpParams
+		d                kernels.ExpertDownParams
+	}
+	var all [kernels.MaxRows + 1]plans
+	for r := 1; r <= min(kernels.MaxRows, s.program.Pass.Rows); r++ {
+		q := &all[r]
+		var err [3]error
+		n, k, e, t, i := uint32(r), uint32(h), uint32(w.Experts), uint32(w.TopK), uint32(w.Inter)
+		q.router, q.r, err[0] = d.tuned.Limits.Router(router.format == kernels.FormatE4M3, n, k, e, i)
+		q.up, q.u, err[1] = d.tuned.Limits.ExpertUp(n, k, e, t, i, kernels.Tuning{})
+		q.down, q.d, err[2] = d.tuned.Limits.ExpertDown(n, k, e, t, i, true)
+		if err != [3]error{} {
+			return nil
+		}
+	}
+	if l.err != nil {
+		return nil
+	}
+	var upBank, downBank bank
+	if upBank, l.err = d.repack(l.c, w.GateUp, true); l.err == nil {
+		downBank, l.err = d.repack(l.c, w.Down, false)
+	}
+	vector, _ := tunedMatrix(l.matrix(w.SharedVector))
+	down, _ := tunedMatrix(l.matrix(w.SharedDown))
+	logits, sharedLogit := l.rows("router logits", 4*w.Experts), l.rows("shared logit", 4)
+	hidden, shared := l.rows("expert hidden", 2*w.TopK*w.Inter), l.rows("shared hidden", 2*w.Inter)
+	route := plain.RouteParams{
+		Logits: logits, Chosen: l.rows("experts", 4*w.TopK), Weight: l.rows("expert weights", 4*w.TopK), Experts: uint32(w.Experts), Topk: uint32(w.TopK), Normalize: 1,
+	}
+	in, out := s.bufs[op.In], s.bufs[op.Out]
+	return func(p *pass) error {
+		for r := 0; r < len(p.rows); r += kernels.MaxRows {
+			at := driver.Ptr(r)
+			q := all[min(kernels.MaxRows, len(p.rows)-r)]
+			x := in + at*driver.Ptr(2*h)
+			lg, sl := logits+at*driver.Ptr(4*w.Experts), sharedLogit+at*4
+			hid, sh := hidden+at*driver.Ptr(2*w.TopK*w.Inter), shared+at*driver.Ptr(2*w.Inter)
+			q.r.X, q.r.Router, q.r.RouterScale, q.r.Gate, q.r.GateScale = x, router.w, router.scale, gate.w, gate.scale
+			q.r.Up, q.r.UpScale, q.r.Shared, q.r.Logits, q.r.Hidden, q.r.SharedLogit = up.w, up.scale, vector.w, lg, sh, sl
+			q.r.ScaleF32 = router.flags & kernels.PartScaleF32 / kernels.PartScaleF32
+			q.u.X, q.u.Logits, q.u.Bank, q.u.Divisor, q.u.Hidden = x, lg, upBank.tiles, upBank.divisors, hid
+			q.d.Logits, q.d.Hidden, q.d.Bank, q.d.Divisor, q.d.SharedW = lg, hid, downBank.tiles, downBank.divisors, down.w
+			q.d.SharedHidden, q.d.SharedLogit, q.d.Out = sh, sl, out+at*driver.Ptr(2*h)
+			if err := tunedRun(p, q.router, &q.r); err != nil {
+				return err
+			}
+			if !p.plain {
+				if err := p.maskExperts(op, lg, r, int(q.r.R)); err != nil {
+					return err
+				}
+			}
+			if err := tunedRun(p, q.up, &q.u); err != nil {
+				return err
+			}
+			if err := tunedRun(p, q.down, &q.d); err != nil {
+				return err
+			}
+		}
+		if p.plain {
+			return nil
+		}
+		if err := start(p, plain.Route, len(p.rows), 1, 1, 0, &route); err != nil {
+			return err
+		}
+		return p.traceExperts(op, route.Chosen)
+	}
+}
+
+// maskExperts makes forced experts the best by taking all others out of the logits: weights are normalised over the chosen ones.
+func (p *pass) maskExperts(op backend.MoE, logits driver.Ptr, first, n int) error {
+	for r := first; r < first+n; r++ {
+		row := p.rows[r]
+		f := p.in[row.Lane].Force
+		if f == nil || f.Experts[op.Layer] == nil {
+			continue
+		}
+		at := logits + driver.Ptr(4*(r-first)*op.W.Experts)
+		line := make([]float32, op.W.Experts)
+		if err := p.read(bytesIn(line), at); err != nil {
+			return err
+		}
+		for e := range line {
+			if !slices.Contains(f.Experts[op.Layer][row.Index], int32(e)) {
+				line[e] = float32(math.Inf(-1))
+			}
+		}
+		if err := p.c.ToDevice(p.s.d.stream, at, bytesIn(line)); err != nil {
+			return err
+		}
+		if err := p.c.SyncStream(p.s.d.stream); err != nil {
+			return err
+		}
+	}
+	return nil
+}
