@@ -114,7 +114,7 @@ func (c *benchCommand) Run(e *environment) error {
 	}
 	defer dev.Close()
 	report := benchReport{
-		Device: "cpu", Threads: runtime.GOMAXPROCS(0), Version: version(), Artifact: filepath.Base(c.Weights), Bytes: l.store.File.FileBytes(),
+		Device: deviceName(dev), Threads: runtime.GOMAXPROCS(0), Version: version(), Artifact: filepath.Base(c.Weights), Bytes: l.store.File.FileBytes(),
 		Context: f.MaxContext, KVDtype: f.KVDtype, Drafting: f.Spec != "", Window: f.DraftTokens,
 	}
 	for _, t := range tests {

@@ -6,7 +6,6 @@ import (
 	"strings"
 
 	"ninfer/internal/backend"
-	"ninfer/internal/backend/cpu"
 	"ninfer/internal/engine"
 	"ninfer/internal/front"
 	"ninfer/internal/model"
@@ -40,11 +39,11 @@ func (f *modelFlags) check(lanes int) error {
 	case f.KVDtype != "bf16" && f.KVDtype != "fp8":
 		return usagef("--kv-dtype %s: this model has bf16 and fp8", f.KVDtype)
 	case f.KVDtype == "fp8":
-		return usagef("--kv-dtype fp8: not on the CPU, which keeps the cache in full precision; use bf16")
+		return usagef("--kv-dtype fp8: this build has no such cache; use bf16")
 	case f.GDNStateDtype != "fp32" && f.GDNStateDtype != "bf16":
 		return usagef("--gdn-state-dtype %s: need fp32 or bf16", f.GDNStateDtype)
 	case f.GDNStateDtype == "bf16":
-		return usagef("--gdn-state-dtype bf16: not on the CPU; use fp32")
+		return usagef("--gdn-state-dtype bf16: this build has no such state; use fp32")
 	case f.Spec == "dflash" || f.Spec == "dflash2":
 		return usagef("--spec %s: not available for this model; use mtp", f.Spec)
 	case f.Spec != "" && f.Spec != "mtp":
@@ -84,7 +83,7 @@ func (f *modelFlags) checkDevice() error {
 	if _, err := strconv.ParseUint(f.Device, 10, 16); err != nil && f.Device != "cuda" {
 		return usagef("--device %s: need cpu, cuda or a device number", f.Device)
 	}
-	return usagef("--device %s: this build runs on the CPU only; use --device cpu", f.Device)
+	return nil
 }
 
 // options are what to bind of the model.
@@ -97,11 +96,10 @@ func (f *modelFlags) engine(e *environment, m *model.Model, lanes, pending int) 
 	if most := m.Config.Text.MaxPositions; f.MaxContext > most {
 		return nil, nil, usagef("--max-context is %d, the model has %d positions", f.MaxContext, most)
 	}
-	if f.Device == "" {
-		e.say("no GPU backend in this build: running on the CPU")
+	dev, chunk, err := f.open(e, m, lanes)
+	if err != nil {
+		return nil, nil, err
 	}
-	chunk := f.chunk()
-	dev := openCPU(m, lanes, f.MaxContext, f.round(), f.carry())
 	b, err := engine.NewBatch(model.NewRunner(m, dev, chunk), engine.BatchOptions{
 		Limits:  engine.Limits{Lanes: lanes, Pages: f.pages(lanes), Pending: pending, GapRows: min(chunk, gapRows), Passes: lanes},
 		Context: f.MaxContext, Adaptive: f.DraftPolicy == "adaptive",
@@ -117,11 +115,6 @@ func (f *modelFlags) engine(e *environment, m *model.Model, lanes, pending int) 
 const gapRows = 256
 
 func pagesOf(tokens int) int { return (tokens + engine.PageTokens - 1) / engine.PageTokens }
-
-// openCPU returns a CPU device: lanes with room for tokens, so many rows in a round, and so many waiting for the drafter.
-func openCPU(m *model.Model, lanes, tokens, round, carry int) backend.Device {
-	return cpu.NewFast(cpu.Options{States: m.States, Lanes: lanes, Tokens: tokens, Verify: round, Carry: carry})
-}
 
 // samplingFlags are the options of run and serve that shape the draw. Nil is the default of the model and mode.
 type samplingFlags struct {

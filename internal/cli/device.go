@@ -1,0 +1,43 @@
+package cli
+
+import (
+	"strconv"
+
+	"ninfer/internal/backend"
+	"ninfer/internal/backend/cpu"
+	"ninfer/internal/backend/cuda/device"
+	"ninfer/internal/model"
+)
+
+// gpuChunk is the most prompt rows of a pass on the GPU, which has no kernels for prompts yet: more rows gain nothing there, and each
+// takes room.
+const gpuChunk = 128
+
+// open returns a device and the most rows of a prompt's pass on it: lanes with room for the context, a round's rows, and a prompt's chunk
+// waiting for the drafter. Without --device it is the GPU if there is one.
+func (f *modelFlags) open(e *environment, m *model.Model, lanes int) (backend.Device, int, error) {
+	if f.Device != "cpu" {
+		ordinal, _ := strconv.Atoi(f.Device) // "cuda" and none are the first
+		chunk := min(f.chunk(), gpuChunk)
+		d, err := device.Open(device.Options{
+			States: m.States, Lanes: lanes, Tokens: f.MaxContext, Verify: f.round(), Carry: chunk + f.round(), Ordinal: ordinal, NoGraph: f.NoCUDAGraph,
+		})
+		if err == nil {
+			e.say("running on %s: prompts go through the kernels of decoding, which is slow", d.Name())
+			return d, chunk, nil
+		}
+		if f.Device != "" || !device.Absent(err) {
+			return nil, 0, err
+		}
+		e.say("no usable GPU, running on the CPU: %v", err)
+	}
+	return cpu.NewFast(cpu.Options{States: m.States, Lanes: lanes, Tokens: f.MaxContext, Verify: f.round(), Carry: f.carry()}), f.chunk(), nil
+}
+
+// deviceName is what a report calls a device.
+func deviceName(dev backend.Device) string {
+	if g, ok := dev.(*device.Device); ok {
+		return g.Name()
+	}
+	return "cpu"
+}
