@@ -114,6 +114,9 @@ func TestPlans(t *testing.T) {
 					}
 					return
 				}
+				if p.Grid > l.SMs && 2*(p.Shared+1024) > l.SharedPerSM && p.Kernel >= GemvBf16 && p.Kernel <= GemvQ4 {
+					t.Errorf("%s %s R %d: a second wave of blocks: %+v", name, what, r, p)
+				}
 				if p.Shared > l.SharedPerBlock || p.Grid == 0 {
 					t.Errorf("%s %s R %d: %+v", name, what, r, p)
 				}

@@ -78,8 +78,10 @@ var variants = [...]struct {
 // Gemv plans a streaming launch over parts (at most 8) that share x: r rows (1..8) of k. The first parts are in format f, from index
 // bf16From on they are BF16 (pass len(parts) when there are none). The caller fills X, XLd, Best and ValidRows.
 func (l Limits) Gemv(f Format, r, k uint32, parts []Part, bf16From int, t Tuning) (Plan, GemvParams, error) {
-	p := GemvParams{R: r, K: k, Parts: uint32(len(parts)), FirstParts: uint32(bf16From)}
-	if t == (Tuning{}) && f != FormatQ4 {
+	if t != (Tuning{}) {
+		return l.gemv(f, r, k, parts, bf16From, t, false)
+	}
+	if f != FormatQ4 {
 		t.Variant = Eight
 		switch total := uint64(f.rowBytes(k)) * rowsOf(parts); {
 		case total > 256<<20:
@@ -91,6 +93,12 @@ func (l Limits) Gemv(f Format, r, k uint32, parts []Part, bf16From int, t Tuning
 			t.Trigger = 2
 		}
 	}
+	return l.gemv(f, r, k, parts, bf16From, t, true)
+}
+
+// gemv plans with a given tuning; auto says that Gemv chose it and that it may be bettered.
+func (l Limits) gemv(f Format, r, k uint32, parts []Part, bf16From int, t Tuning, auto bool) (Plan, GemvParams, error) {
+	p := GemvParams{R: r, K: k, Parts: uint32(len(parts)), FirstParts: uint32(bf16From)}
 	if t.Variant == Auto {
 		t.Variant = Eight
 	}
@@ -122,8 +130,15 @@ func (l Limits) Gemv(f Format, r, k uint32, parts []Part, bf16From int, t Tuning
 	} else {
 		plan.Shared = 2*v.warps*r*p.Window*4 + r*(2*k+32) + 128 + v.warps*v.depth*1024
 		if plan.Shared > l.SharedPerBlock && t.Variant != Small {
-			t.Variant = Small
-			return l.Gemv(f, r, k, parts, bf16From, t)
+			if t.Variant == Deep {
+				t.Variant = Ten
+			} else {
+				t.Variant = Small
+			}
+			return l.gemv(f, r, k, parts, bf16From, t, auto)
+		}
+		if auto && plan.Shared > l.Half() {
+			t.Blocks, t.Trigger = 0, 0 // the activations of many rows leave no room for a second block, nor for a neighbour
 		}
 		if plan.Shared > l.SharedPerBlock {
 			return plan, p, fmt.Errorf("cuda: no streaming plan for %d rows of %d: %d bytes of shared memory", r, k, l.SharedPerBlock)
