@@ -7,7 +7,7 @@
 //	sizes_gen.cuh    sizes and offsets as the compiler sees them, read back at start and compared with Go's
 //	kernels_gen.go   Go mirrors of the structs, the table of kernels, the architectures
 //	fatbin/*.fatbin  machine code for every architecture, one file a source
-//	manifest.json    SHA-256 of sources, headers and machine code, with the compiler and its flags
+//	manifest.json    SHA-256 of sources and headers (without comments) and of machine code, with the compiler and its flags
 //	resources.txt    registers, shared memory and spills of every kernel on every architecture
 //
 // With -go-only nothing is compiled and only the first two are written: on a machine without nvcc. The package's tests then fail
@@ -31,6 +31,8 @@ import (
 	"slices"
 	"strings"
 	"sync"
+
+	"ninfer/internal/backend/cuda/kernels/digest"
 )
 
 // archs are the targets: H100/H200, and RTX Blackwell. Both need their own "a" code, which no other GPU can run.
@@ -110,10 +112,14 @@ type fileSums struct {
 	Fatbin string `json:"fatbin"`
 }
 
+// sum is the SHA-256 of a file, of a source without comments and spacing.
 func sum(path string) (string, error) {
 	b, err := os.ReadFile(path)
 	if err != nil {
 		return "", err
+	}
+	if filepath.Ext(path) != ".fatbin" {
+		return digest.Source(string(b)), nil
 	}
 	s := sha256.Sum256(b)
 	return hex.EncodeToString(s[:]), nil
