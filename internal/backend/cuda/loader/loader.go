@@ -26,7 +26,7 @@ type Item struct {
 	Dst    driver.Ptr
 }
 
-// Options sizes the ring; zero fields mean 16 slots of 16 MiB and 8 readers.
+// Options sizes the ring; zero fields mean 32 slots of 8 MiB and 16 readers.
 type Options struct {
 	Slots     int
 	SlotBytes int
@@ -47,13 +47,13 @@ type piece struct {
 // Load copies all items on stream s of c. It fails with the first reader's or driver's error, naming the item.
 func Load(ctx context.Context, c *driver.Context, s driver.Stream, items []Item, o Options) (err error) {
 	if o.Slots <= 0 {
-		o.Slots = 16
+		o.Slots = 32
 	}
 	if o.SlotBytes <= 0 {
-		o.SlotBytes = 16 << 20
+		o.SlotBytes = 8 << 20
 	}
 	if o.Readers <= 0 {
-		o.Readers = 8
+		o.Readers = 16
 	}
 	ring, err := c.AllocHost(o.Slots*o.SlotBytes, false)
 	if err != nil {
