@@ -71,7 +71,7 @@ func (m *matrix) sub(first, n int) matrix {
 }
 
 // inline is the number of multiplications below which waking other workers costs more than it gains.
-const inline = 16 << 10
+const inline = 64 << 10
 
 // run computes all products and empties the job.
 func (j *job) run() {
