@@ -70,6 +70,8 @@ type script struct {
 	step  chan struct{} // if not nil, one receive for a token
 	err   error         // after the text
 
+	logprobs []engine.Logprob // of the outcome
+
 	mu       sync.Mutex
 	requests []engine.Request
 	running  int
@@ -86,7 +88,7 @@ func (s *script) Generate(ctx context.Context, r engine.Request) (engine.Outcome
 		s.running--
 		s.mu.Unlock()
 	}()
-	out := engine.Outcome{Stats: engine.Stats{PromptTokens: len(r.Prompt)}}
+	out := engine.Outcome{Logprobs: s.logprobs, Stats: engine.Stats{PromptTokens: len(r.Prompt)}}
 	r.Progress(0)
 	r.Progress(len(r.Prompt))
 	ids := s.ids
@@ -203,6 +205,7 @@ type setup struct {
 	places   int
 	timeout  time.Duration
 	draft    int
+	activity func() engine.Activity
 	loading  bool
 }
 
@@ -304,7 +307,7 @@ func (s *site) ready(t testing.TB, c setup) {
 		c.worker = &serial{gen: c.gen}
 	}
 	s.queue = engine.NewQueue(c.worker, c.places, c.timeout)
-	s.Ready(server.Model{Front: f, Queue: s.queue, Draft: c.draft, Concurrency: 3, File: "x.ninfer"})
+	s.Ready(server.Model{Front: f, Queue: s.queue, Draft: c.draft, Concurrency: 3, File: "x.ninfer", Activity: c.activity})
 }
 
 var client = &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: 4}}
