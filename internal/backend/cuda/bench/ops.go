@@ -99,8 +99,10 @@ func (b *bench) yardsticks() {
 		stages, bytes uint32
 	}{
 		{"loads x2", kernels.ReadLoads, 2, 0, 0},
-		{"bulk 8x16K", kernels.ReadBulk, 1, 8, 16 << 10}, {"bulk 12x16K", kernels.ReadBulk, 1, 12, 16 << 10},
-		{"bulk 6x8K x2", kernels.ReadBulk, 2, 6, 8 << 10}, {"bulk 6x32K", kernels.ReadBulk, 1, 6, 32 << 10},
+		{"bulk 8x16K", kernels.ReadBulk, 1, 8, 16 << 10},
+		{"bulk 12x16K", kernels.ReadBulk, 1, 12, 16 << 10},
+		{"bulk 6x8K x2", kernels.ReadBulk, 2, 6, 8 << 10},
+		{"bulk 6x32K", kernels.ReadBulk, 1, 6, 32 << 10},
 	} {
 		plan := kernels.Plan{Kernel: v.k, Grid: v.blocks * b.set.Limits.SMs, Shared: v.stages*v.bytes + 128}
 		t := b.chain(3, func(int) {

@@ -114,7 +114,9 @@ func experts(h, inner, count, topk int, f num.Format) func(backend.Pass) *backen
 		return &backend.Program{
 			Pass: p, Bufs: []backend.BufSpec{{Name: "streams", Width: 4 * h}, {Name: "inject", Width: 4}, {Name: "mix", Width: h}, {Name: "out", Width: h}},
 			Ops: []backend.Op{
-				backend.Embed{W: embed, X: x}, backend.Mix{W: hc, X: x, Out: 2}, backend.MoE{W: moe, In: 2, Out: 3},
+				backend.Embed{W: embed, X: x},
+				backend.Mix{W: hc, X: x, Out: 2},
+				backend.MoE{W: moe, In: 2, Out: 3},
 				backend.Head{W: &backend.HeadWeights{W: backend.Whole(eye), IDs: h}, In: 3},
 			},
 		}

@@ -252,8 +252,14 @@ func (d *Driver) Devices() ([]Device, error) {
 			id  uintptr
 			out *int
 		}{
-			{75, &list[i].Major}, {76, &list[i].Minor}, {16, &list[i].SMs}, {97, &list[i].SharedPerBlock}, {81, &list[i].SharedPerSM},
-			{82, &list[i].Registers}, {39, &list[i].Threads}, {38, &list[i].L2},
+			{75, &list[i].Major},
+			{76, &list[i].Minor},
+			{16, &list[i].SMs},
+			{97, &list[i].SharedPerBlock},
+			{81, &list[i].SharedPerSM},
+			{82, &list[i].Registers},
+			{39, &list[i].Threads},
+			{38, &list[i].L2},
 		} {
 			if err := d.call(fDeviceGetAttribute, addr(v), a.id, uintptr(*dev)); err != nil {
 				return nil, err

@@ -72,8 +72,13 @@ const (
 var variants = [...]struct {
 	bf16, e4m3   ID
 	warps, depth uint32
-}{{}, {GemvBf16, GemvE4m3, 10, 9}, {GemvBf16W8, GemvE4m3W8, 8, 12}, {GemvBf16Deep, GemvE4m3Deep, 10, 18},
-	{GemvBf16Small, GemvE4m3Small, 8, 4}}
+}{
+	{},
+	{GemvBf16, GemvE4m3, 10, 9},
+	{GemvBf16W8, GemvE4m3W8, 8, 12},
+	{GemvBf16Deep, GemvE4m3Deep, 10, 18},
+	{GemvBf16Small, GemvE4m3Small, 8, 4},
+}
 
 // Gemv plans a streaming launch over parts (at most 8) that share x: r rows (1..8) of k. The first parts are in format f, from index
 // bf16From on they are BF16 (pass len(parts) when there are none). The caller fills X, XLd, Best and ValidRows.

@@ -108,7 +108,9 @@ func TestReplay(t *testing.T) {
 			fp8                                     bool
 			replays                                 int
 		}{
-			{1, 2560, 320, 32, 10, 640, 3, false, *replays}, {1, 2560, 320, 32, 10, 640, 3, true, *replays}, {5, 256, 64, 16, 4, 128, 4, true, *replays / 10},
+			{1, 2560, 320, 32, 10, 640, 3, false, *replays},
+			{1, 2560, 320, 32, 10, 640, 3, true, *replays},
+			{5, 256, 64, 16, 4, 128, 4, true, *replays / 10},
 			{8, 128, 64, 8, 2, 128, 2, false, *replays / 10},
 		} {
 			ch := newChain(g, rng, sh.r, sh.h, sh.low, sh.experts, sh.topk, sh.inner, sh.layers, sh.fp8)

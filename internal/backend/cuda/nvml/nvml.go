@@ -41,8 +41,12 @@ func OpenWith(ld dynlib.Loader) (*Library, error) {
 		name string
 		p    *uintptr
 	}{
-		{"nvmlInit_v2", &start}, {"nvmlDeviceGetHandleByPciBusId_v2", &l.byBus}, {"nvmlDeviceGetName", &l.name},
-		{"nvmlDeviceGetPowerUsage", &l.power}, {"nvmlDeviceGetEnforcedPowerLimit", &l.limit}, {"nvmlDeviceGetClockInfo", &l.clock},
+		{"nvmlInit_v2", &start},
+		{"nvmlDeviceGetHandleByPciBusId_v2", &l.byBus},
+		{"nvmlDeviceGetName", &l.name},
+		{"nvmlDeviceGetPowerUsage", &l.power},
+		{"nvmlDeviceGetEnforcedPowerLimit", &l.limit},
+		{"nvmlDeviceGetClockInfo", &l.clock},
 	} {
 		if *f.p = ld.Symbol(h, f.name); *f.p == 0 {
 			return nil, fmt.Errorf("nvml: %s has no %s", names[0], f.name)
