@@ -98,7 +98,7 @@ func TestLogprobValues(t *testing.T) {
 		return flash.NewRunner(m, dev, 256), dev.Close
 	}
 	runner, done := open()
-	defer done()
+	t.Cleanup(func() { done() }) // after the server's end
 	batch, err := engine.NewBatch(runner, engine.BatchOptions{Limits: engine.Limits{Lanes: 1, Pages: 4, Pending: 4}, Context: 256})
 	if err != nil {
 		t.Fatal(err)

@@ -185,7 +185,7 @@ func TestMetricsStates(t *testing.T) {
 func TestMetricValues(t *testing.T) {
 	m := modeltest.Micro(t)
 	dev := cpu.NewFast(cpu.Options{States: m.States, Lanes: 2, Tokens: 256, Verify: 4, Carry: 68})
-	defer dev.Close()
+	t.Cleanup(func() { dev.Close() }) // after the server's end
 	batch, err := engine.NewBatch(flash.NewRunner(m, dev, 64), engine.BatchOptions{Limits: engine.Limits{Lanes: 2, Pages: 8, Pending: 20}, Context: 256})
 	if err != nil {
 		t.Fatal(err)
@@ -240,7 +240,11 @@ func TestMetricValues(t *testing.T) {
 	io.ReadFull(res.Body, make([]byte, 10))
 	leave()
 	res.Body.Close()
-	eventually(t, "it is gone", func() bool { return s.queue.Load() == engine.Load{} })
+	// The queue has given it up before the engine has finished the unit that it was in.
+	eventually(t, "it is gone", func() bool {
+		a := batch.Activity()
+		return s.queue.Load() == engine.Load{} && a.Running+a.Waiting == 0
+	})
 	want["ninfer_requests_total{outcome=rejected}"] = 1
 	want["ninfer_requests_total{outcome=client_disconnected}"] = 1
 	want["ninfer_requests_total{outcome=error}"] = 0
