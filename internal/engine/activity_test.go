@@ -81,7 +81,12 @@ func TestActivity(t *testing.T) {
 		output := 12
 		s := &state{prompt: len(prompt), pages: (len(prompt) + output + 63) / 64}
 		req := engine.Request{Prompt: prompt, MaxNew: output}
-		req.Progress = func(done int) { s.ready = done == s.prompt }
+		req.Progress = func(done int) {
+			if done > 0 {
+				check("in a pass") // the chunk is not behind it before its unit ends
+			}
+			s.ready = done == s.prompt
+		}
 		switch {
 		case i%3 == 1:
 			req.Draft = 2

@@ -83,6 +83,22 @@ func TestLogprobShapes(t *testing.T) {
 	if r := gen.last(); !r.Logprobs || r.Top != 0 || r.Draft != 3 {
 		t.Errorf("the engine was asked for %v, %d with %d drafts", r.Logprobs, r.Top, r.Draft)
 	}
+	// Offsets count characters: those that began before the token.
+	gen.logprobs = nil
+	offsets, n := []string{}, 0
+	for _, id := range tok.Encode("aé😀b") {
+		gen.logprobs = append(gen.logprobs, engine.Logprob{ID: id})
+		offsets = append(offsets, fmt.Sprint(n))
+		for _, c := range tok.Bytes(id) {
+			if utf8.RuneStart(c) {
+				n++
+			}
+		}
+	}
+	got = send(t, "POST", s.url+"/v1/completions", `{"prompt":"x","logprobs":0}`)
+	if want := `"text_offset":[` + strings.Join(offsets, ",") + `]`; n != 4 || !strings.Contains(got.body, want) {
+		t.Errorf("%s\nwant %s", got.body, want)
+	}
 	for _, body := range []string{with(`"user":"a"`), with(`"logprobs":false,"top_logprobs":0`)} {
 		if got := s.chat(t, body); !strings.Contains(got.body, `"logprobs":null`) || gen.last().Logprobs {
 			t.Errorf("not asked for: %s", got.body)
