@@ -100,6 +100,8 @@ type chatCall struct {
 	id      string
 	calls   int  // told so far
 	stopped bool // by a stop string
+
+	reasoning, content frame // of a stream
 }
 
 // chat serves POST /v1/chat/completions.
@@ -163,7 +165,8 @@ func (c *chatCall) tool(e front.Event) chatTool {
 }
 
 func (c *chatCall) begin(ev *events) error {
-	empty := ""
+	empty, mark := "", "\x00"
+	c.reasoning, c.content = newFrame(c.chunk(delta{Reasoning: mark}, nil)), newFrame(c.chunk(delta{Content: &mark}, nil))
 	return ev.send(c.chunk(delta{Role: "assistant", Content: &empty}, nil))
 }
 
@@ -181,6 +184,17 @@ func (c *chatCall) chunk(d delta, finish *string) chunk {
 
 func (c *chatCall) show(ev *events, items []item) error {
 	for i, it := range items {
+		// Nearly all events are these two.
+		if kind := it.event.Kind; !it.progress && !c.request.tokenTimings && (kind == front.Reasoning || kind == front.Answer) {
+			f := c.content
+			if kind == front.Reasoning {
+				f = c.reasoning
+			}
+			if err := ev.sendText(f, it.event.Text); err != nil {
+				return err
+			}
+			continue
+		}
 		var k chunk
 		switch {
 		case it.progress && c.request.progress:

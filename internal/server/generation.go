@@ -139,6 +139,7 @@ func (g *generation) whole(p protocol) error {
 // stream sends events as they come. It cancels the request if the client cannot be reached.
 func (g *generation) stream(ctx context.Context, cancel context.CancelFunc, p protocol) {
 	ev := g.server.events(g.exchange)
+	defer ev.close()
 	err := p.begin(ev)
 	silence := time.NewTimer(g.server.opt.KeepAlive)
 	defer silence.Stop()
