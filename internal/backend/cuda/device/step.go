@@ -47,7 +47,6 @@ type step struct {
 	other   map[backend.Buf]driver.Ptr // where tuned mixing moves streams to; while compiling
 	pass    pass
 	seq     backend.Seq
-	result  backend.Result
 }
 
 // shape is what a captured graph depends on.

@@ -3,6 +3,8 @@ package driver
 import (
 	"runtime"
 	"unsafe"
+
+	"ninfer/internal/backend/cuda/dynlib"
 )
 
 // Context is a GPU's primary context on the owner's thread.
@@ -58,11 +60,11 @@ func newContext(d *Driver, ordinal int) (*Context, error) {
 	}
 	c := &Context{Device: list[ordinal], d: d, arena: new(arena)}
 	v, h := new(int32), new(uintptr)
-	if err := d.call(fDeviceGet, addr(v), uintptr(ordinal)); err != nil {
+	if err := d.call(fDeviceGet, dynlib.Address(v), uintptr(ordinal)); err != nil {
 		return nil, err
 	}
 	c.dev = *v
-	if err := d.call(fPrimaryCtxRetain, addr(h), uintptr(c.dev)); err != nil {
+	if err := d.call(fPrimaryCtxRetain, dynlib.Address(h), uintptr(c.dev)); err != nil {
 		return nil, err
 	}
 	if err := d.call(fCtxSetCurrent, *h); err != nil {
@@ -95,7 +97,7 @@ func (c *Context) Load(image []byte) (Module, error) {
 	aligned := make([]uint64, (len(image)+15)/8) // embedded bytes may start anywhere
 	copy(unsafe.Slice((*byte)(unsafe.Pointer(&aligned[0])), len(image)), image)
 	h := new(uintptr)
-	err := c.d.call(fLibraryLoadData, addr(h), addr(&aligned[0]), 0, 0, 0, 0, 0, 0)
+	err := c.d.call(fLibraryLoadData, dynlib.Address(h), dynlib.Address(&aligned[0]), 0, 0, 0, 0, 0, 0)
 	runtime.KeepAlive(aligned)
 	return Module(*h), err
 }
@@ -107,9 +109,9 @@ func (c *Context) Unload(m Module) error { return c.d.call(fLibraryUnload, uintp
 func (c *Context) Function(m Module, name string) (Func, error) {
 	s := append([]byte(name), 0)
 	h := new(uintptr)
-	err := c.d.call(fLibraryGetKernel, addr(h), uintptr(m), addr(&s[0]))
+	err := c.d.call(fLibraryGetKernel, dynlib.Address(h), uintptr(m), dynlib.Address(&s[0]))
 	if err == nil {
-		err = c.d.call(fKernelGetFunction, addr(h), *h)
+		err = c.d.call(fKernelGetFunction, dynlib.Address(h), *h)
 	}
 	if err == nil {
 		err = c.d.call(fFuncLoad, *h)
@@ -122,7 +124,7 @@ func (c *Context) Function(m Module, name string) (Func, error) {
 func (c *Context) Global(m Module, name string) (Ptr, uint64, error) {
 	s := append([]byte(name), 0)
 	p, n := new(Ptr), new(uint64)
-	err := c.d.call(fLibraryGetGlobal, addr(p), addr(n), uintptr(m), addr(&s[0]))
+	err := c.d.call(fLibraryGetGlobal, dynlib.Address(p), dynlib.Address(n), uintptr(m), dynlib.Address(&s[0]))
 	runtime.KeepAlive(s)
 	return *p, *n, err
 }
@@ -138,7 +140,7 @@ func (c *Context) Info(f Func) (FuncInfo, error) {
 		id  uintptr
 		out *int
 	}{{4, &i.Registers}, {1, &i.Shared}, {3, &i.Local}, {0, &i.MaxThreads}} {
-		if err := c.d.call(fFuncGetAttribute, addr(v), a.id, uintptr(f)); err != nil {
+		if err := c.d.call(fFuncGetAttribute, dynlib.Address(v), a.id, uintptr(f)); err != nil {
 			return i, err
 		}
 		*a.out = int(*v)
@@ -189,7 +191,7 @@ func (c *Context) Launch(s Stream, l *Launch, params unsafe.Pointer, size uintpt
 // MemInfo is free and total device memory in bytes.
 func (c *Context) MemInfo() (free, total uint64, err error) {
 	o := &c.arena.out
-	c.arena.args[0], c.arena.args[1] = addr(&o[0]), addr(&o[1])
+	c.arena.args[0], c.arena.args[1] = dynlib.Address(&o[0]), dynlib.Address(&o[1])
 	err = c.hot(fMemGetInfo, 2)
 	return o[0], o[1], err
 }
@@ -197,7 +199,7 @@ func (c *Context) MemInfo() (free, total uint64, err error) {
 // Alloc reserves device memory; what names its use in the error.
 func (c *Context) Alloc(what string, bytes uint64) (Ptr, error) {
 	o := &c.arena.out
-	c.arena.args[0], c.arena.args[1] = addr(&o[0]), uintptr(max(bytes, 16))
+	c.arena.args[0], c.arena.args[1] = dynlib.Address(&o[0]), uintptr(max(bytes, 16))
 	if r := Result(c.d.ld.Call(c.d.fn[fMemAlloc], c.arena.args[:2])); r == ErrorOutOfMemory {
 		e := &MemoryError{What: what, Need: bytes}
 		e.Free, e.Total, _ = c.MemInfo()
@@ -219,14 +221,14 @@ func (c *Context) AllocHost(bytes int, write bool) ([]byte, error) {
 		flags |= 4
 	}
 	h := new(unsafe.Pointer)
-	if err := c.d.call(fMemHostAlloc, addr(h), uintptr(bytes), flags); err != nil {
+	if err := c.d.call(fMemHostAlloc, dynlib.Address(h), uintptr(bytes), flags); err != nil {
 		return nil, err
 	}
 	return unsafe.Slice((*byte)(*h), bytes), nil
 }
 
 // FreeHost returns memory of AllocHost.
-func (c *Context) FreeHost(b []byte) error { return c.d.call(fMemFreeHost, addr(&b[0])) }
+func (c *Context) FreeHost(b []byte) error { return c.d.call(fMemFreeHost, dynlib.Address(&b[0])) }
 
 // ToDevice copies src to dst on s. src must be pinned, or the call returns only when it has been read.
 func (c *Context) ToDevice(s Stream, dst Ptr, src []byte) error {
@@ -234,7 +236,7 @@ func (c *Context) ToDevice(s Stream, dst Ptr, src []byte) error {
 		return nil
 	}
 	a := &c.arena.args
-	a[0], a[1], a[2], a[3] = uintptr(dst), addr(&src[0]), uintptr(len(src)), uintptr(s)
+	a[0], a[1], a[2], a[3] = uintptr(dst), dynlib.Address(&src[0]), uintptr(len(src)), uintptr(s)
 	err := c.hot(fMemcpyHtoDAsync, 4)
 	runtime.KeepAlive(src)
 	return err
@@ -246,7 +248,7 @@ func (c *Context) ToHost(s Stream, dst []byte, src Ptr) error {
 		return nil
 	}
 	a := &c.arena.args
-	a[0], a[1], a[2], a[3] = addr(&dst[0]), uintptr(src), uintptr(len(dst)), uintptr(s)
+	a[0], a[1], a[2], a[3] = dynlib.Address(&dst[0]), uintptr(src), uintptr(len(dst)), uintptr(s)
 	err := c.hot(fMemcpyDtoHAsync, 4)
 	runtime.KeepAlive(dst)
 	return err
@@ -271,7 +273,7 @@ func (c *Context) Set(s Stream, dst Ptr, value byte, bytes uint64) error {
 // NewStream makes a stream that does not wait for the default stream.
 func (c *Context) NewStream() (Stream, error) {
 	h := new(uintptr)
-	err := c.d.call(fStreamCreate, addr(h), 1)
+	err := c.d.call(fStreamCreate, dynlib.Address(h), 1)
 	return Stream(*h), err
 }
 
@@ -315,7 +317,7 @@ func (c *Context) NewEvent(timing bool) (Event, error) {
 		flags = 0
 	}
 	h := new(uintptr)
-	err := c.d.call(fEventCreate, addr(h), flags)
+	err := c.d.call(fEventCreate, dynlib.Address(h), flags)
 	return Event(*h), err
 }
 
@@ -343,7 +345,7 @@ func (c *Context) Sync(e Event) error {
 // Elapsed is the time between two recorded events in microseconds.
 func (c *Context) Elapsed(from, to Event) (float64, error) {
 	a := c.arena
-	a.args[0], a.args[1], a.args[2] = addr(&a.out[0]), uintptr(from), uintptr(to)
+	a.args[0], a.args[1], a.args[2] = dynlib.Address(&a.out[0]), uintptr(from), uintptr(to)
 	err := c.hot(fEventElapsedTime, 3)
 	return float64(*(*float32)(unsafe.Pointer(&a.out[0]))) * 1000, err
 }
@@ -358,7 +360,7 @@ func (c *Context) Capture(s Stream, f func() error) (e Exec, nodes int, err erro
 	}
 	ferr := f()
 	g, n, h := new(uintptr), new(uint64), new(uintptr)
-	err = c.d.call(fStreamEndCapture, uintptr(s), addr(g))
+	err = c.d.call(fStreamEndCapture, uintptr(s), dynlib.Address(g))
 	if ferr != nil {
 		err = ferr
 	}
@@ -368,10 +370,10 @@ func (c *Context) Capture(s Stream, f func() error) (e Exec, nodes int, err erro
 	if err != nil {
 		return 0, 0, err
 	}
-	if err := c.d.call(fGraphGetNodes, *g, 0, addr(n)); err != nil {
+	if err := c.d.call(fGraphGetNodes, *g, 0, dynlib.Address(n)); err != nil {
 		return 0, 0, err
 	}
-	if err := c.d.call(fGraphInstantiate, addr(h), *g, 0); err != nil {
+	if err := c.d.call(fGraphInstantiate, dynlib.Address(h), *g, 0); err != nil {
 		return 0, 0, err
 	}
 	if err := c.d.call(fGraphUpload, *h, uintptr(s)); err != nil {

@@ -127,7 +127,7 @@ func OpenWith(ld dynlib.Loader) (*Driver, error) {
 		return nil, &NoDriverError{Library: lib, Err: errors.New("not a CUDA driver library")}
 	}
 	out := new(int32)
-	if r := d.raw(fDriverGetVersion, addr(out)); r != Success {
+	if r := d.raw(fDriverGetVersion, dynlib.Address(out)); r != Success {
 		return nil, &NoDriverError{Library: lib, Err: fmt.Errorf("cuDriverGetVersion: error %d", r)}
 	}
 	d.version = Version(*out)
@@ -162,7 +162,7 @@ func (d *Driver) check(f int, r Result) error {
 	e := &Error{Call: names[f], Code: r}
 	if d.fn[fGetErrorString] != 0 {
 		out := new(uintptr)
-		if d.raw(fGetErrorString, uintptr(r), addr(out)) == Success && *out != 0 {
+		if d.raw(fGetErrorString, uintptr(r), dynlib.Address(out)) == Success && *out != 0 {
 			e.Text = cString(*out)
 		}
 		runtime.KeepAlive(out)
@@ -171,23 +171,6 @@ func (d *Driver) check(f int, r Result) error {
 }
 
 func (d *Driver) call(f int, args ...uintptr) error { return d.check(f, d.raw(f, args...)) }
-
-// addr is the address of memory handed to the driver; the caller keeps v alive across the call. Going through escape puts v on the
-// heap: a goroutine's stack may move between taking the address and the call.
-func addr[T any](v *T) uintptr { return uintptr(escape(unsafe.Pointer(v))) }
-
-var (
-	never bool
-	sink  unsafe.Pointer
-)
-
-//go:noinline
-func escape(p unsafe.Pointer) unsafe.Pointer {
-	if never {
-		sink = p
-	}
-	return p
-}
 
 // cString copies a NUL-terminated string owned by the library.
 func cString(p uintptr) string {
@@ -222,7 +205,7 @@ func (d Device) Arch() string { return fmt.Sprintf("sm_%d%d", d.Major, d.Minor) 
 func (d *Driver) Devices() ([]Device, error) {
 	v := new(int32)
 	defer runtime.KeepAlive(v)
-	if err := d.call(fDeviceGetCount, addr(v)); err != nil {
+	if err := d.call(fDeviceGetCount, dynlib.Address(v)); err != nil {
 		var e *Error
 		if errors.As(err, &e) && e.Code == ErrorNoDevice {
 			return nil, nil
@@ -232,19 +215,19 @@ func (d *Driver) Devices() ([]Device, error) {
 	list := make([]Device, *v)
 	for i := range list {
 		dev := new(int32)
-		if err := d.call(fDeviceGet, addr(dev), uintptr(i)); err != nil {
+		if err := d.call(fDeviceGet, dynlib.Address(dev), uintptr(i)); err != nil {
 			return nil, err
 		}
 		buf, total := new([256]byte), new(uint64)
-		if err := d.call(fDeviceGetName, addr(buf), uintptr(len(buf)), uintptr(*dev)); err != nil {
+		if err := d.call(fDeviceGetName, dynlib.Address(buf), uintptr(len(buf)), uintptr(*dev)); err != nil {
 			return nil, err
 		}
 		list[i] = Device{Ordinal: i, Name: cBytes(buf[:])}
-		if err := d.call(fDeviceGetPCIBusId, addr(buf), uintptr(len(buf)), uintptr(*dev)); err != nil {
+		if err := d.call(fDeviceGetPCIBusId, dynlib.Address(buf), uintptr(len(buf)), uintptr(*dev)); err != nil {
 			return nil, err
 		}
 		list[i].Bus = cBytes(buf[:])
-		if err := d.call(fDeviceTotalMem, addr(total), uintptr(*dev)); err != nil {
+		if err := d.call(fDeviceTotalMem, dynlib.Address(total), uintptr(*dev)); err != nil {
 			return nil, err
 		}
 		list[i].Memory = *total
@@ -261,12 +244,12 @@ func (d *Driver) Devices() ([]Device, error) {
 			{39, &list[i].Threads},
 			{38, &list[i].L2},
 		} {
-			if err := d.call(fDeviceGetAttribute, addr(v), a.id, uintptr(*dev)); err != nil {
+			if err := d.call(fDeviceGetAttribute, dynlib.Address(v), a.id, uintptr(*dev)); err != nil {
 				return nil, err
 			}
 			*a.out = int(*v)
 		}
-		if err := d.call(fDeviceGetAttribute, addr(v), 18, uintptr(*dev)); err != nil {
+		if err := d.call(fDeviceGetAttribute, dynlib.Address(v), 18, uintptr(*dev)); err != nil {
 			return nil, err
 		}
 		list[i].Integrated = *v != 0

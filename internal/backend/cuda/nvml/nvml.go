@@ -5,7 +5,6 @@ package nvml
 import (
 	"fmt"
 	"runtime"
-	"unsafe"
 
 	"ninfer/internal/backend/cuda/dynlib"
 )
@@ -62,7 +61,7 @@ func OpenWith(ld dynlib.Loader) (*Library, error) {
 func (l *Library) Device(bus string) (*Device, error) {
 	b := append([]byte(bus), 0)
 	d := &Device{l: l}
-	r := uint32(l.ld.Call(l.byBus, []uintptr{address(&b[0]), address(&d.h)}))
+	r := uint32(l.ld.Call(l.byBus, []uintptr{dynlib.Address(&b[0]), dynlib.Address(&d.h)}))
 	runtime.KeepAlive(b)
 	if r != 0 {
 		return nil, fmt.Errorf("nvml: device %s: error %d", bus, r)
@@ -73,7 +72,7 @@ func (l *Library) Device(bus string) (*Device, error) {
 // Name is the product name.
 func (d *Device) Name() (string, error) {
 	b := make([]byte, 128)
-	if r := uint32(d.l.ld.Call(d.l.name, []uintptr{d.h, address(&b[0]), uintptr(len(b))})); r != 0 {
+	if r := uint32(d.l.ld.Call(d.l.name, []uintptr{d.h, dynlib.Address(&b[0]), uintptr(len(b))})); r != 0 {
 		return "", fmt.Errorf("nvml: nvmlDeviceGetName: error %d", r)
 	}
 	for i, c := range b {
@@ -94,7 +93,7 @@ type Status struct {
 func (d *Device) Read() Status {
 	var s Status
 	v := new(uint32)
-	at := address(v)
+	at := dynlib.Address(v)
 	if uint32(d.l.ld.Call(d.l.power, []uintptr{d.h, at})) == 0 {
 		s.PowerWatts = float64(*v) / 1000
 	}
@@ -109,20 +108,4 @@ func (d *Device) Read() Status {
 	}
 	runtime.KeepAlive(v)
 	return s
-}
-
-// address puts v on the heap: a goroutine's stack may move between taking the address and the call.
-func address[T any](v *T) uintptr { return uintptr(escape(unsafe.Pointer(v))) }
-
-var (
-	never bool
-	sink  unsafe.Pointer
-)
-
-//go:noinline
-func escape(p unsafe.Pointer) unsafe.Pointer {
-	if never {
-		sink = p
-	}
-	return p
 }
