@@ -25,16 +25,7 @@ func (e *environment) terminal() bool {
 const converseHelp = "type a message and press return; /new starts over, /quit or end of file leaves, an interrupt stops an answer"
 
 // converse is a conversation at the terminal: every line is a user's turn. Answers go to stdout, reasoning and prompts to stderr.
-func (c *runCommand) converse(e *environment, l *loaded, f *front.Front, req front.Request) error {
-	m, err := l.bind(c.options())
-	if err != nil {
-		return err
-	}
-	batch, dev, err := c.engine(e, m, 1, 0)
-	if err != nil {
-		return err
-	}
-	defer dev.Close()
+func (c *runCommand) converse(e *environment, batch *engine.Batch, f *front.Front, req front.Request) error {
 	e.say("%s", converseHelp)
 	lines := bufio.NewReader(e.in)
 	for {

@@ -99,15 +99,14 @@ func (c *runCommand) Run(e *environment) error {
 	if err != nil {
 		return err
 	}
-	if c.interactive(e) {
-		return c.converse(e, l, f, req)
-	}
-	p, err := f.Prepare(req)
-	if err != nil {
-		return usageError{err}
-	}
-	if err := roomFor(p, c.MaxContext); err != nil {
-		return err
+	var p *front.Prepared
+	if !c.interactive(e) { // what is wrong with a prompt is said before weights are read
+		if p, err = f.Prepare(req); err != nil {
+			return usageError{err}
+		}
+		if err := roomFor(p, c.MaxContext); err != nil {
+			return err
+		}
 	}
 	m, err := l.bind(c.options())
 	if err != nil {
@@ -118,6 +117,9 @@ func (c *runCommand) Run(e *environment) error {
 		return err
 	}
 	defer dev.Close()
+	if p == nil {
+		return c.converse(e, batch, f, req)
+	}
 	prepared := time.Since(prepare)
 	out := &printer{session: p.Session(), answer: e.out, reasoning: e.err}
 	res, err := out.generate(e.ctx, batch, p, c.DraftTokens)
