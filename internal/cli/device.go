@@ -1,12 +1,14 @@
 package cli
 
 import (
+	"log/slog"
 	"strconv"
 
 	"ninfer/internal/backend"
 	"ninfer/internal/backend/cpu"
 	"ninfer/internal/backend/cuda/device"
 	"ninfer/internal/model"
+	"ninfer/internal/server"
 )
 
 // gpuChunk is the most prompt rows of a pass on the GPU, which has no kernels for prompts yet: more rows gain nothing there, and each
@@ -23,15 +25,22 @@ func (f *modelFlags) open(e *environment, m *model.Model, lanes int) (backend.De
 			States: m.States, Lanes: lanes, Tokens: f.MaxContext, Verify: f.round(), Carry: chunk + f.round(), Ordinal: ordinal, NoGraph: f.NoCUDAGraph,
 		})
 		if err == nil {
-			e.say("running on %s: prompts go through the kernels of decoding, which is slow", d.Name())
+			f.milestone(e, "running on %s: prompts go through the kernels of decoding, which is slow", d.Name())
 			return d, chunk, nil
 		}
 		if f.Device != "" || !device.Absent(err) {
 			return nil, 0, err
 		}
-		e.say("no usable GPU, running on the CPU: %v", err)
+		f.milestone(e, "no usable GPU, running on the CPU: %v", err)
 	}
 	return cpu.NewFast(cpu.Options{States: m.States, Lanes: lanes, Tokens: f.MaxContext, Verify: f.round(), Carry: f.carry()}), f.chunk(), nil
+}
+
+// milestone says a step of the start, which --log-level warning and above leave out.
+func (f *modelFlags) milestone(e *environment, format string, args ...any) {
+	if level, _ := server.ParseLevel(f.LogLevel); level <= slog.LevelInfo {
+		e.say(format, args...)
+	}
 }
 
 // deviceName is what a report calls a device.
