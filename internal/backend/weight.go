@@ -160,13 +160,12 @@ type PLEWeights struct {
 // StemWeights holds the entry of the MTP head: the embedding of a token and the target's streams, projected and added
 // (vLLM, qwen4_exp MTP module).
 type StemWeights struct {
-	Embed       Weight // [vocab, H], the target's
-	NormEmbed   Weight // H values (unit offset)
-	NormHidden  Weight // S*H values (unit offset); one norm over all of them
-	ProjEmbed   Weight // [H, H]
-	ProjHidden  Weight // [H, H], applied to each stream
-	Eps         float64
-	StreamCount int
+	Embed      Weight // [vocab, H], the target's
+	NormEmbed  Weight // H values (unit offset)
+	NormHidden Weight // S*H values (unit offset); one norm over all of them
+	ProjEmbed  Weight // [H, H]
+	ProjHidden Weight // [H, H], applied to each stream
+	Eps        float64
 }
 
 // HeadWeights is an output head. IDs bounds the ids that may win; Map, if not nil, gives the id of each row.

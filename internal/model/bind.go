@@ -111,7 +111,7 @@ func (m *Model) bind(b *binder) {
 		stem: &backend.StemWeights{
 			Embed: m.embed, NormEmbed: b.weight(arch.MTPEmbeddingNorm, 1, h), NormHidden: b.weight(arch.MTPHiddenNorm, 1, wide),
 			ProjEmbed: b.weight(arch.MTPFCEmbedding, h, h), ProjHidden: b.weight(arch.MTPFCHidden, h, h),
-			Eps: t.RMSNormEps, StreamCount: t.Streams,
+			Eps: t.RMSNormEps,
 		},
 		layer: layer{
 			attnHC: b.hyperConnection(arch.AttnHCPrefix(arch.MTPLayerPrefix), true),

@@ -231,7 +231,7 @@ func NewModel(s Shape, f num.Format, seed uint64) *Model {
 	}
 	m.stem = &backend.StemWeights{
 		Embed: m.embed, NormEmbed: w.vector(s.H, 0, .3), NormHidden: w.vector(wide, 0, .3), ProjEmbed: w.matrix(s.H, s.H), ProjHidden: w.matrix(s.H, s.H),
-		Eps: epsilon, StreamCount: s.Streams,
+		Eps: epsilon,
 	}
 	m.head = &backend.HeadWeights{W: w.matrix(s.Vocab, s.H), IDs: s.Vocab - 3}
 	m.half = &backend.HeadWeights{W: w.matrix(s.Vocab/2, s.H), IDs: s.Vocab}
