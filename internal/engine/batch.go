@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"time"
 
@@ -133,11 +134,15 @@ func (b *Batch) Load() (active, waiting int) { return b.sched.Active(), b.sched.
 // Step ends requests whose context has ended, then does one unit of work. It reports whether there was any. An error is the device's:
 // the batch is of no use after it.
 func (b *Batch) Step() (bool, error) {
-	for _, id := range sortedIDs(b.requests) {
-		if r := b.requests[id]; r.ctx.Err() != nil {
-			r.g.out.Reason = Cancelled
-			b.end(r, nil)
+	var left []RequestID
+	for id, r := range b.requests {
+		if r.ctx.Err() != nil {
+			left = append(left, id)
 		}
+	}
+	slices.Sort(left) // the order of ends is not a map's
+	for _, id := range left {
+		b.Remove(id, nil)
 	}
 	u := b.sched.Next()
 	for _, a := range u.Admit {
@@ -164,16 +169,6 @@ func (b *Batch) Step() (bool, error) {
 		return true, b.round(u.Round)
 	}
 	return false, nil
-}
-
-// sortedIDs makes the order of ends independent of a map's.
-func sortedIDs(m map[RequestID]*running) []RequestID {
-	ids := make([]RequestID, 0, len(m))
-	for id := range m {
-		ids = append(ids, id)
-	}
-	slices.Sort(ids)
-	return ids
 }
 
 // prefill runs a chunk of a prompt or of an insertion; after the last one it draws a token.
@@ -294,7 +289,7 @@ func (b *Batch) Remove(id RequestID, err error) bool {
 
 // Abandon ends all requests after an error of Step: those that ran get the error, those that waited ErrFailed.
 func (b *Batch) Abandon(cause error) {
-	for _, id := range sortedIDs(b.requests) {
+	for _, id := range slices.Sorted(maps.Keys(b.requests)) {
 		err := cause
 		if b.requests[id].begun.IsZero() {
 			err = ErrFailed
