@@ -56,7 +56,18 @@ type part struct {
 	bytes int64 // payload bytes
 
 	file *os.File   // nil until needed
-	mem  *mmap.File // nil until needed
+	mem  *mmap.File // nil until needed; of an artifact in memory instead of file
+}
+
+// reader is what the part is read through, or nil if it is not open.
+func (p *part) reader() io.ReaderAt {
+	switch {
+	case p.file != nil:
+		return p.file
+	case p.mem != nil:
+		return bytes.NewReader(p.mem.Bytes())
+	}
+	return nil
 }
 
 func up(x, align int64) int64 { return (x + align - 1) / align * align }
@@ -70,11 +81,25 @@ func Open(path string) (*File, error) {
 	if err != nil {
 		return nil, fmt.Errorf("artifact: %w", err)
 	}
-	a, err := open(path, f)
+	a, err := openFile(path, f)
 	if err != nil {
 		f.Close()
 		return nil, err
 	}
+	return a, nil
+}
+
+// OpenBytes opens an entry file that is in memory, and has no parts, like Open. name stands for its path in messages. Tensors
+// and spans are views of data, which must not change while they are used.
+func OpenBytes(name string, data []byte) (*File, error) {
+	a, err := open(name, bytes.NewReader(data), int64(len(data)))
+	switch {
+	case err != nil:
+		return nil, err
+	case len(a.parts) > 1:
+		return nil, fmt.Errorf("artifact: %s continues in %d further files: one in memory must be whole", name, len(a.parts)-1)
+	}
+	a.parts[0].mem = mmap.Of(name, data)
 	return a, nil
 }
 
@@ -94,7 +119,7 @@ func readHeader(r io.ReaderAt) (header, error) {
 }
 
 // entryFraming checks R1 to R4 and gives the header and the directory text.
-func entryFraming(path string, f *os.File, length int64) (header, []byte, error) {
+func entryFraming(path string, f io.ReaderAt, length int64) (header, []byte, error) {
 	if length < headerSize {
 		return header{}, nil, reject(path, 1, "%d bytes, the header alone has %d", length, headerSize)
 	}
@@ -140,7 +165,7 @@ func shellQuote(s string) string {
 	return "'" + strings.ReplaceAll(s, "'", `'\''`) + "'"
 }
 
-func open(path string, f *os.File) (*File, error) {
+func openFile(path string, f *os.File) (*File, error) {
 	info, err := f.Stat()
 	if err != nil {
 		return nil, fmt.Errorf("artifact: %w", err)
@@ -148,7 +173,17 @@ func open(path string, f *os.File) (*File, error) {
 	if !info.Mode().IsRegular() {
 		return nil, fmt.Errorf("artifact: %s is not a regular file", path)
 	}
-	h, text, err := entryFraming(path, f, info.Size())
+	a, err := open(path, f, info.Size())
+	if err != nil {
+		return nil, err
+	}
+	a.parts[0].file = f
+	return a, nil
+}
+
+// open reads what an entry of the given length says of itself. The first part has yet to get what it is read through.
+func open(path string, f io.ReaderAt, length int64) (*File, error) {
+	h, text, err := entryFraming(path, f, length)
 	if err != nil {
 		return nil, err
 	}
@@ -172,11 +207,9 @@ func open(path string, f *os.File) (*File, error) {
 		a.parts = append(a.parts, p)
 		a.total += r.PayloadBytes
 	}
-	first := a.parts[0]
-	if info.Size()-a.start != first.bytes {
-		return nil, reject(path, 14, "%d bytes; payload start %d and the %d bytes of files[0] make %d", info.Size(), a.start, first.bytes, a.start+first.bytes)
+	if first := a.parts[0]; length-a.start != first.bytes {
+		return nil, reject(path, 14, "%d bytes; payload start %d and the %d bytes of files[0] make %d", length, a.start, first.bytes, a.start+first.bytes)
 	}
-	first.file = f
 	return a, nil
 }
 
@@ -256,13 +289,13 @@ func (a *File) Parts() []PartStatus {
 	return out
 }
 
-// opened gives the file of part i and checks R21 to R23 when it is opened.
-func (a *File) opened(i int) (*os.File, error) {
+// opened gives what part i is read through and checks R21 to R23 when it is opened.
+func (a *File) opened(i int) (io.ReaderAt, error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	p := a.parts[i]
-	if p.file != nil {
-		return p.file, nil
+	if r := p.reader(); r != nil {
+		return r, nil
 	}
 	if i == 0 {
 		return nil, fmt.Errorf("artifact %s: %w", a.path, fs.ErrClosed)
@@ -388,7 +421,7 @@ func (a *File) readPart(p []byte, i int, from int64) (int, error) {
 	return n, fmt.Errorf("artifact: reading %s at %d: %w", a.parts[i].path, a.parts[i].start+from+int64(n), err)
 }
 
-// view gives a read-only mapping of payload bytes of one file.
+// view gives a read-only view of payload bytes of one file.
 func (a *File) view(i int, from, n int64) ([]byte, error) {
 	f, err := a.opened(i)
 	if err != nil {

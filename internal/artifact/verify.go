@@ -249,7 +249,7 @@ func (v *verifier) checkEntryFraming(f *os.File) {
 }
 
 // checkZero checks that the bytes [from,to) of a file are zero.
-func (v *verifier) checkZero(f *os.File, name, what string, from, to int64) {
+func (v *verifier) checkZero(f io.ReaderAt, name, what string, from, to int64) {
 	b := make([]byte, to-from)
 	if _, err := f.ReadAt(b, from); err != nil && len(b) > 0 {
 		v.failf("%s: reading %s: %v", what, name, cause(err))

@@ -12,6 +12,7 @@ import (
 	"fmt"
 	"math"
 	"os"
+	"unsafe"
 )
 
 // Advice says how a part of a file will be read.
@@ -28,6 +29,7 @@ const (
 type File struct {
 	path string
 	data []byte
+	held bool // by the program, not by the system: there is nothing to unmap and to advise on
 }
 
 // Open maps the file read-only. An empty file is legal and has no bytes. It
@@ -59,6 +61,18 @@ func Open(path string) (*File, error) {
 	return m, nil
 }
 
+// Of gives data that is in memory already the form of a mapping: a copy that begins at a page border where data does not. path stands
+// for it in messages.
+func Of(path string, data []byte) *File {
+	page := uintptr(os.Getpagesize())
+	if uintptr(unsafe.Pointer(unsafe.SliceData(data)))%page != 0 { // only its alignment is asked about
+		room := make([]byte, uintptr(len(data))+page)
+		shift := -uintptr(unsafe.Pointer(unsafe.SliceData(room))) % page
+		data = room[shift : shift+uintptr(copy(room[shift:], data))]
+	}
+	return &File{path: path, data: data, held: true}
+}
+
 // Bytes are the contents of the file. Writing to them faults the process.
 func (f *File) Bytes() []byte { return f.data }
 
@@ -66,7 +80,7 @@ func (f *File) Bytes() []byte { return f.data }
 func (f *File) Close() error {
 	data := f.data
 	f.data = nil
-	if data == nil {
+	if data == nil || f.held {
 		return nil
 	}
 	if err := unmapFile(data); err != nil {
@@ -86,7 +100,7 @@ func (f *File) Advise(off, n int64, a Advice) error {
 	if a > WillNeed {
 		return fmt.Errorf("mmap: %s: unknown advice %d", f.path, a)
 	}
-	if n == 0 {
+	if n == 0 || f.held {
 		return nil
 	}
 	// The system wants the start on a page border. The mapping begins on one,

@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"unsafe"
 )
 
 func write(t *testing.T, content []byte) string {
@@ -99,5 +100,36 @@ func TestReplaceWhileMapped(t *testing.T) {
 	}
 	if got := string(f.Bytes()); got != "before" {
 		t.Errorf("got %q, want %q", got, "before")
+	}
+}
+
+func TestOf(t *testing.T) {
+	page := os.Getpagesize()
+	content := make([]byte, 2*page+5)
+	for i := range content {
+		content[i] = byte(i * 7)
+	}
+	for shift := range 4 {
+		f := Of("memory", append(make([]byte, shift), content...)[shift:])
+		if !bytes.Equal(f.Bytes(), content) {
+			t.Errorf("shift %d: contents differ", shift)
+		}
+		if at := uintptr(unsafe.Pointer(unsafe.SliceData(f.Bytes()))); at%uintptr(page) != 0 {
+			t.Errorf("shift %d: begins at %#x", shift, at)
+		}
+		for _, a := range []Advice{Random, Sequential, WillNeed} {
+			if err := f.Advise(1, 5, a); err != nil {
+				t.Error(err)
+			}
+		}
+		if err := f.Advise(0, int64(len(content))+1, Random); err == nil {
+			t.Error("advice beyond the end passed")
+		}
+		if err := f.Close(); err != nil || f.Bytes() != nil {
+			t.Errorf("close: %v", err)
+		}
+	}
+	if f := Of("memory", nil); len(f.Bytes()) != 0 {
+		t.Error("bytes out of nothing")
 	}
 }
