@@ -148,9 +148,11 @@ type Request struct {
 	// Messages is the conversation. A last message of the assistant's is continued.
 	Messages []Message
 	// Tools are shown to the model in the form, order and spelling they have here. Calls of them are looked for in the answer only if
-	// ReadCalls is set; without it, without tools or with Raw they stay text. MaxToolName is the most characters of a name, 0 is 64.
+	// ReadCalls is set; without it, without tools or with Raw they stay text. OneCall ends the output behind the first call. MaxToolName is
+	// the most characters of a name, 0 is 64.
 	Tools       []jsontext.Value
 	ReadCalls   bool
+	OneCall     bool
 	MaxToolName int
 
 	EnableThinking   *bool
@@ -190,39 +192,20 @@ type Prepared struct {
 
 var errContinue = errors.New("a last message of the assistant's is continued, and for that thinking must be off (enable_thinking false or reasoning_effort none)")
 
+// Count is how many tokens the prompt of a request has. It refuses what Prepare refuses, save for the limits of context and output.
+func (f *Front) Count(req Request) (int, error) {
+	p, _, err := f.prompt(req)
+	if err != nil {
+		return 0, err
+	}
+	return len(p.Prompt), nil
+}
+
 // Prepare renders and checks a request. Refusals are *Error.
 func (f *Front) Prepare(req Request) (*Prepared, error) {
-	p := &Prepared{front: f, req: req}
-	thinking, err := f.thinking(req)
+	p, thinking, err := f.prompt(req)
 	if err != nil {
 		return nil, err
-	}
-	if err := req.Sampling.check(); err != nil {
-		return nil, err
-	}
-	for _, s := range slices.Concat(req.Stop, req.ReasoningStop) {
-		if s == "" {
-			return nil, refuse(CodeInvalidValue, "stop", "a stop string is empty")
-		}
-	}
-	for _, id := range req.StopIDs {
-		if id < 0 || int(id) >= f.opt.Tokenizer.Count() {
-			return nil, refuse(CodeInvalidValue, "stop_token_ids", "stop id %d is not one of 0 to %d", id, f.opt.Tokenizer.Count()-1)
-		}
-	}
-	if err := p.readTools(); err != nil {
-		return nil, err
-	}
-	if req.Prompt != nil {
-		err = p.given()
-	} else {
-		err = p.render(thinking)
-	}
-	if err != nil {
-		return nil, err
-	}
-	if !req.Undivided {
-		p.markers()
 	}
 	if err := p.limits(); err != nil {
 		return nil, err
@@ -238,6 +221,42 @@ func (f *Front) Prepare(req Request) (*Prepared, error) {
 	}
 	p.req.Prompt, p.req.Messages, p.req.Tools, p.req.Args = nil, nil, nil, nil // large, and not needed for the output
 	return p, nil
+}
+
+// prompt makes the prompt, and says which mode was asked for.
+func (f *Front) prompt(req Request) (p *Prepared, thinking bool, err error) {
+	p = &Prepared{front: f, req: req}
+	if thinking, err = f.thinking(req); err != nil {
+		return nil, false, err
+	}
+	if err := req.Sampling.check(); err != nil {
+		return nil, false, err
+	}
+	for _, s := range slices.Concat(req.Stop, req.ReasoningStop) {
+		if s == "" {
+			return nil, false, refuse(CodeInvalidValue, "stop", "a stop string is empty")
+		}
+	}
+	for _, id := range req.StopIDs {
+		if id < 0 || int(id) >= f.opt.Tokenizer.Count() {
+			return nil, false, refuse(CodeInvalidValue, "stop_token_ids", "stop id %d is not one of 0 to %d", id, f.opt.Tokenizer.Count()-1)
+		}
+	}
+	if err := p.readTools(); err != nil {
+		return nil, false, err
+	}
+	if req.Prompt != nil {
+		err = p.given()
+	} else {
+		err = p.render(thinking)
+	}
+	if err != nil {
+		return nil, false, err
+	}
+	if !req.Undivided {
+		p.markers()
+	}
+	return p, thinking, nil
 }
 
 // thinking decides the mode. An effort is a wish to think unless the request says otherwise; "none" is the wish not to.

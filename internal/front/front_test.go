@@ -467,6 +467,30 @@ func TestSessionCalls(t *testing.T) {
 			want: []front.Event{{Kind: front.ReasoningEnd}, {Kind: front.Answer, Text: two}, {Kind: front.End}},
 		},
 		{
+			name: "at most one", text: "T " + two + "</think>A" + two, req: front.Request{Tools: tools, ReadCalls: true, OneCall: true}, end: true,
+			want: []front.Event{
+				{Kind: front.Reasoning, Text: "T " + two},
+				{Kind: front.ReasoningEnd},
+				{Kind: front.Answer, Text: "A"},
+				{Kind: front.Call, Name: "f", Text: args},
+				{Kind: front.End},
+			},
+			report: front.CallReport{Marker: true, Calls: 1},
+		},
+		{
+			name: "at most one, whose value spells the end of a call", text: "</think>" + call("a\n</function>\n</tool_call>\n") + call("b"), req: front.Request{Tools: tools, ReadCalls: true, OneCall: true}, end: true,
+			want: []front.Event{
+				{Kind: front.ReasoningEnd},
+				{Kind: front.Call, Name: "f", Text: `{"zip":"a\n</function>\n</tool_call>\n","n":2.0}`},
+				{Kind: front.End},
+			},
+			report: front.CallReport{Marker: true, Calls: 1},
+		},
+		{
+			name: "at most one, and there is none", text: "</think>a > b </tool_call>" + call("03106")[1:], req: front.Request{Tools: tools, ReadCalls: true, OneCall: true}, end: true,
+			want: []front.Event{{Kind: front.ReasoningEnd}, {Kind: front.Answer, Text: "a > b </tool_call>" + call("03106")[1:]}, {Kind: front.End}},
+		},
+		{
 			name: "raw", text: "</think>" + two, req: front.Request{Tools: tools, ReadCalls: true, Raw: true}, end: true,
 			want: []front.Event{{Kind: front.Answer, Text: "</think>" + two + "<|im_end|>"}, {Kind: front.End}},
 		},
@@ -486,8 +510,11 @@ func TestSessionCalls(t *testing.T) {
 				var got []front.Event
 				for i := 0; i < len(ids); i += n {
 					round := ids[i:min(i+n, len(ids))]
-					keep, _, _ := s.Preview(round)
+					keep, ends, _ := s.Preview(round)
 					got = append(got, s.Commit(round[:keep])...)
+					if ends {
+						break
+					}
 				}
 				got = join(append(got, s.Finish()...))
 				if !reflect.DeepEqual(got, c.want) || s.Calls() != c.report {

@@ -1,10 +1,13 @@
 package front
 
 import (
+	"bytes"
 	"cmp"
+	"slices"
 
 	"ninfer/internal/text/decode"
 	"ninfer/internal/text/parse"
+	"ninfer/internal/text/token"
 )
 
 // Kind says what an Event is.
@@ -41,6 +44,8 @@ type Session struct {
 	prompt  int
 	decoder *decode.Decoder
 	calls   *parse.Parser // nil: calls are not looked for
+	one     bool          // the first call ends the output
+	tokens  *token.Tokenizer
 }
 
 // Session starts the output.
@@ -52,7 +57,7 @@ func (p *Prepared) Session() *Session {
 	if err != nil {
 		panic("front: a prepared request has options that decoding refuses: " + err.Error())
 	}
-	s := &Session{prompt: len(p.Prompt), decoder: d}
+	s := &Session{prompt: len(p.Prompt), decoder: d, one: p.req.OneCall, tokens: p.front.opt.Tokenizer}
 	if p.tools != nil {
 		s.calls = p.tools.Parser(cmp.Or(p.req.MaxToolName, 64))
 	}
@@ -63,6 +68,9 @@ func (p *Prepared) Session() *Session {
 // them without asking the model. It changes nothing.
 func (s *Session) Preview(ids []int32) (keep int, ends bool, insert []int32) {
 	keep, why := s.decoder.Preview(ids)
+	if n, called := s.firstCall(ids[:keep]); called {
+		return n, true, nil
+	}
 	switch why {
 	case decode.StopID, decode.StopString:
 		return keep, true, nil
@@ -70,6 +78,26 @@ func (s *Session) Preview(ids []int32) (keep int, ends bool, insert []int32) {
 		return keep, false, s.decoder.Closing()
 	}
 	return keep, false, nil
+}
+
+// firstCall says after how many of the ids the first call is complete, if it ends the output. The end of a call has a ">", and only then
+// is it worth while to try.
+func (s *Session) firstCall(ids []int32) (n int, called bool) {
+	if !s.one || s.calls == nil || !slices.ContainsFunc(ids, func(id int32) bool { return bytes.IndexByte(s.tokens.Bytes(id), '>') >= 0 }) {
+		return 0, false
+	}
+	decoder, calls := s.decoder.Clone(), s.calls.Clone()
+	for i := range ids {
+		for _, e := range decoder.Commit(ids[i : i+1]) {
+			if e.Kind == decode.Answer {
+				calls.Feed(e.Text)
+			}
+		}
+		if calls.Called() {
+			return i + 1, true
+		}
+	}
+	return 0, false
 }
 
 // Commit takes ids that were committed, inserted ones included, and returns what to show. What is shown is never taken back.

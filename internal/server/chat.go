@@ -3,7 +3,6 @@ package server
 import (
 	"encoding/json/jsontext"
 	"encoding/json/v2"
-	"strings"
 
 	"ninfer/internal/engine"
 	"ninfer/internal/front"
@@ -119,27 +118,15 @@ func (s *Server) chat(x *exchange) {
 func (c *chatCall) name() string { return "chat" }
 
 func (c *chatCall) whole(items []item, out engine.Outcome) any {
-	var reasoning, answer strings.Builder
-	var calls []chatTool
-	for _, it := range items {
-		if it.progress {
-			continue
-		}
-		switch it.event.Kind {
-		case front.Reasoning:
-			reasoning.WriteString(it.event.Text)
-		case front.Answer:
-			answer.WriteString(it.event.Text)
-		case front.Call:
-			calls = append(calls, c.tool(it.event))
-		case front.End:
-			c.stopped = it.event.Text != ""
-		}
+	answer := collect(items)
+	message := answerMessage{Role: "assistant", Reasoning: answer.reasoning}
+	for _, call := range answer.calls {
+		message.ToolCalls = append(message.ToolCalls, c.tool(call))
 	}
-	message := answerMessage{Role: "assistant", Reasoning: reasoning.String(), ToolCalls: calls}
-	if text := answer.String(); text != "" || len(calls) == 0 {
-		message.Content = &text
+	if answer.text != "" || len(answer.calls) == 0 {
+		message.Content = &answer.text
 	}
+	c.stopped = answer.stop != ""
 	return completion{
 		ID: c.id, Object: "chat.completion", Created: c.created, Model: c.server.opt.ModelID,
 		Choices: []choice{{Message: message, Logprobs: c.logprobs(out), FinishReason: c.finishReason(out.Reason)}},
@@ -166,7 +153,7 @@ func (c *chatCall) tool(e front.Event) chatTool {
 
 func (c *chatCall) begin(ev *events) error {
 	empty, mark := "", "\x00"
-	c.reasoning, c.content = newFrame(c.chunk(delta{Reasoning: mark}, nil)), newFrame(c.chunk(delta{Content: &mark}, nil))
+	c.reasoning, c.content = newFrame("", c.chunk(delta{Reasoning: mark}, nil)), newFrame("", c.chunk(delta{Content: &mark}, nil))
 	return ev.send(c.chunk(delta{Role: "assistant", Content: &empty}, nil))
 }
 

@@ -311,6 +311,7 @@ func (r *chatReader) tools() *failure {
 		names = append(names, name)
 	}
 	r.out.front.Tools = tools
+	r.out.front.OneCall = parallel != nil && !*parallel
 	if r.out.front.ReadCalls, err = r.toolChoice(names); err != nil || !r.out.front.ReadCalls {
 		return err
 	}
@@ -318,8 +319,6 @@ func (r *chatReader) tools() *failure {
 	switch {
 	case strict != "":
 		return bad(code, strict, "%s is not supported yet: arguments cannot be forced to follow the schema", strict)
-	case parallel != nil && !*parallel:
-		return bad(code, "parallel_tool_calls", "parallel_tool_calls false is not supported yet: the model cannot be kept from making several calls")
 	case constraints != nil && *constraints == "basic":
 		return bad(code, "tool_constraints", "tool_constraints basic is not supported yet; only auto is")
 	}

@@ -28,20 +28,31 @@ func (s *Server) events(x *exchange) *events {
 }
 
 // send sends a value as a data event.
-func (e *events) send(v any) error {
+func (e *events) send(v any) error { return e.sendAs("", v) }
+
+// sendAs sends a value as a data event of a name; an empty one is none.
+func (e *events) sendAs(name string, v any) error {
 	b, err := json.Marshal(v)
 	if err != nil {
 		panic("server: an event is not JSON: " + err.Error())
 	}
-	e.buf = append(append(append(e.buf[:0], "data: "...), b...), "\n\n"...)
+	e.buf = append(append(append(e.buf[:0], opening(name)...), b...), "\n\n"...)
 	return e.write(e.buf)
+}
+
+// opening is what stands before the value of an event.
+func opening(name string) string {
+	if name == "" {
+		return "data: "
+	}
+	return "event: " + name + "\ndata: "
 }
 
 // frame is a data event of which only one string changes from one to the next.
 type frame struct{ head, tail string }
 
-// newFrame takes apart an event whose only string "\x00" is the one that changes.
-func newFrame(v any) frame {
+// newFrame takes apart an event, with a name or without, whose only string "\x00" is the one that changes.
+func newFrame(name string, v any) frame {
 	b, err := json.Marshal(v)
 	if err != nil {
 		panic("server: an event is not JSON: " + err.Error())
@@ -51,7 +62,7 @@ func newFrame(v any) frame {
 	if at < 0 {
 		panic("server: an event has no string that changes")
 	}
-	return frame{"data: " + string(b[:at]), string(b[at+len(mark):]) + "\n\n"}
+	return frame{opening(name) + string(b[:at]), string(b[at+len(mark):]) + "\n\n"}
 }
 
 // sendText sends a frame with its string.

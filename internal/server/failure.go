@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"strings"
 
 	"ninfer/internal/engine"
 	"ninfer/internal/front"
@@ -31,19 +32,35 @@ func (f *failure) kind() string {
 	return "invalid_request_error"
 }
 
-// anthropicKind is Anthropic's type member.
-func (f *failure) anthropicKind() string {
+// statusOverloaded is Anthropic's status of a server that is full.
+const statusOverloaded = 529
+
+// anthropic is Anthropic's status and type (product.md 6.6).
+func (f *failure) anthropic() (status int, kind string) {
 	switch f.status {
 	case http.StatusUnauthorized:
-		return "authentication_error"
+		return f.status, "authentication_error"
+	case http.StatusForbidden:
+		return f.status, "permission_error"
 	case http.StatusNotFound:
-		return "not_found_error"
+		return f.status, "not_found_error"
+	case http.StatusRequestEntityTooLarge:
+		return f.status, "request_too_large"
+	case http.StatusTooManyRequests:
+		return statusOverloaded, "overloaded_error"
+	case http.StatusGatewayTimeout:
+		return f.status, "timeout_error"
 	}
-	if f.status >= 500 {
-		return "api_error"
+	switch {
+	case f.code == codeQueueTimeout:
+		return http.StatusGatewayTimeout, "timeout_error"
+	case f.status >= 500:
+		return f.status, "api_error"
 	}
-	return "invalid_request_error"
+	return f.status, "invalid_request_error"
 }
+
+const codeQueueTimeout = "request_queue_timeout"
 
 // errorBody is the body of an OpenAI error; in a stream it is an event.
 type errorBody struct {
@@ -67,24 +84,49 @@ func (f *failure) body() errorBody {
 	return b
 }
 
+// anthropicError is the body of an Anthropic error; in a stream it is an event.
+type anthropicError struct {
+	Type  string `json:"type"`
+	Error struct {
+		Type    string `json:"type"`
+		Message string `json:"message"`
+	} `json:"error"`
+	RequestID string `json:"request_id"`
+}
+
+func (f *failure) anthropicBody(requestID string) anthropicError {
+	b := anthropicError{Type: "error", RequestID: requestID}
+	_, b.Error.Type = f.anthropic()
+	b.Error.Message = f.message
+	return b
+}
+
 // fail answers with an error in the shape of the route's family.
 func (x *exchange) fail(f *failure) {
 	if f.retry {
 		x.w.Header().Set("Retry-After", "1")
 	}
+	f = x.spell(f)
 	if !x.anthropic {
 		x.reply(f.status, f.body())
 		return
 	}
-	type inner struct {
-		Type    string `json:"type"`
-		Message string `json:"message"`
+	status, _ := f.anthropic()
+	x.reply(status, f.anthropicBody(x.id))
+}
+
+// spell gives a failure the route's name of the field, in param and at the start of the message.
+func (x *exchange) spell(f *failure) *failure {
+	name, ok := x.fields[f.param]
+	if !ok {
+		return f
 	}
-	x.reply(f.status, struct {
-		Type      string `json:"type"`
-		Error     inner  `json:"error"`
-		RequestID string `json:"request_id"`
-	}{"error", inner{f.anthropicKind(), f.message}, x.id})
+	c := *f
+	c.param = name
+	if rest, ok := strings.CutPrefix(f.message, f.param+" "); ok {
+		c.message = name + " " + rest
+	}
+	return &c
 }
 
 // bad is a request that cannot be served as it stands.
@@ -110,7 +152,7 @@ func failureOf(err error) *failure {
 	case errors.Is(err, engine.ErrOverloaded):
 		return &failure{status: http.StatusTooManyRequests, code: "server_overloaded", message: "the server has as many requests as it can hold; try again later", retry: true}
 	case errors.Is(err, engine.ErrPending):
-		return &failure{status: http.StatusServiceUnavailable, code: "request_queue_timeout", message: "the request waited too long for its turn", retry: true}
+		return &failure{status: http.StatusServiceUnavailable, code: codeQueueTimeout, message: "the request waited too long for its turn", retry: true}
 	case errors.Is(err, engine.ErrDraining):
 		return &failure{status: http.StatusServiceUnavailable, code: "service_unavailable", message: "the server is shutting down", retry: true}
 	case errors.Is(err, engine.ErrFailed):

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"net/http"
+	"strings"
 	"time"
 
 	"ninfer/internal/engine"
@@ -153,7 +154,7 @@ func (g *generation) stream(ctx context.Context, cancel context.CancelFunc, p pr
 			switch {
 			case err != nil:
 			case failed != nil:
-				err = p.broken(ev, failureOf(failed))
+				err = p.broken(ev, g.exchange.spell(failureOf(failed)))
 			case out.Reason == engine.Cancelled: // the client has left
 			default:
 				err = p.end(ev, out)
@@ -172,6 +173,36 @@ func (g *generation) stream(ctx context.Context, cancel context.CancelFunc, p pr
 	cancel()
 	out, failed := g.ticket.Outcome() // within one unit of work
 	g.conclude(p.name(), out, failed)
+}
+
+// told is an answer as a whole.
+type told struct {
+	reasoning, text string
+	calls           []front.Event
+	stop            string // the stop string that ended it, if one did
+}
+
+// collect puts the events of a whole answer together.
+func collect(items []item) told {
+	var t told
+	var reasoning, text strings.Builder
+	for _, it := range items {
+		if it.progress {
+			continue
+		}
+		switch it.event.Kind {
+		case front.Reasoning:
+			reasoning.WriteString(it.event.Text)
+		case front.Answer:
+			text.WriteString(it.event.Text)
+		case front.Call:
+			t.calls = append(t.calls, it.event)
+		case front.End:
+			t.stop = it.event.Text
+		}
+	}
+	t.reasoning, t.text = reasoning.String(), text.String()
+	return t
 }
 
 // usage is the count of tokens as OpenAI's older routes tell it.

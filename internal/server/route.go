@@ -19,6 +19,9 @@ type exchange struct {
 	r         *http.Request
 	id        string // of the HTTP request
 	anthropic bool   // the family of error bodies
+
+	// fields are the route's names for fields that front and queue name as Chat Completions does.
+	fields map[string]string
 }
 
 // ServeHTTP is of http.Handler.

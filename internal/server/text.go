@@ -105,6 +105,22 @@ type piece struct {
 	Piece any   `json:"piece"`
 }
 
+// count serves a route that says how many tokens a request's prompt has. The limits of context and output do not matter for it: who
+// counts wants to know how far above a prompt is.
+func (s *Server) count(x *exchange, read func(data []byte) (*front.Request, *failure), answer func(tokens int) any) {
+	s.prepare(x, func(data []byte, f *front.Front) (any, error) {
+		req, refused := read(data)
+		if refused != nil {
+			return nil, refused
+		}
+		n, err := f.Count(*req)
+		if err != nil {
+			return nil, err
+		}
+		return answer(n), nil
+	})
+}
+
 // tokenize serves POST /tokenize with the bodies of vLLM (prompt or messages) and of llama.cpp (content). A prompt's control tokens may be
 // spelled out, as in Completions; content is plain unless parse_special says otherwise, as there.
 func (s *Server) tokenize(x *exchange) {

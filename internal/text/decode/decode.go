@@ -129,6 +129,12 @@ func New(vocabulary Vocabulary, opt Options) (*Decoder, error) {
 	return d, nil
 }
 
+// Clone returns a decoder in the same place, which goes its own way from there.
+func (d *Decoder) Clone() *Decoder {
+	c := *d
+	return &c
+}
+
 // Preview says how many of the ids that would follow the committed ones may be
 // kept, and why not more. With StopID, StopString and Budget the last kept id is the
 // one that brought it about; the kept ids may also be all of them. It changes nothing.

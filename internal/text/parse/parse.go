@@ -22,6 +22,8 @@ package parse
 
 import (
 	"bytes"
+	"maps"
+	"slices"
 	"unicode"
 	"unicode/utf8"
 )
@@ -149,6 +151,21 @@ func (p *Parser) Finish() []Event {
 	p.state = inPlain
 	p.show(&events, len(p.held))
 	return events
+}
+
+// Called reports whether what was fed ends a call: a region so far without fault whose last tag is </tool_call>.
+func (p *Parser) Called() bool { return p.state == atNext && len(p.calls) > 0 }
+
+// Clone returns a parser in the same place, which goes its own way from there.
+func (p *Parser) Clone() *Parser {
+	c := *p
+	c.held, c.calls = slices.Clone(p.held), slices.Clone(p.calls)
+	if p.call != nil {
+		call := *p.call
+		call.seen, call.args = maps.Clone(p.call.seen), slices.Clone(p.call.args)
+		c.call = &call
+	}
+	return &c
 }
 
 // Report is what was found; it is complete after Finish.
