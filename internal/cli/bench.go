@@ -19,7 +19,7 @@ import (
 )
 
 type benchCommand struct {
-	Weights     string `required:"" placeholder:"PATH" help:"Entry file."`
+	Weights     string `placeholder:"PATH" help:"Entry file. Default: nano, the model inside the program."`
 	Corpus      string `placeholder:"FILE" help:"Text file of token ids that prompts are cut from. Default: a built-in sequence."`
 	NPrompt     string `short:"p" name:"n-prompt" placeholder:"LIST" help:"Prompt tests: P,P,..."`
 	NGen        string `short:"n" name:"n-gen" placeholder:"LIST" help:"Generation tests: G,G,..."`
@@ -93,7 +93,7 @@ func (c *benchCommand) Run(e *environment) error {
 	if err != nil {
 		return err
 	}
-	l, err := load(c.Weights)
+	l, err := load(e, c.Weights)
 	if err != nil {
 		return err
 	}
@@ -114,7 +114,7 @@ func (c *benchCommand) Run(e *environment) error {
 	}
 	defer dev.Close()
 	report := benchReport{
-		Device: deviceName(dev), Threads: runtime.GOMAXPROCS(0), Version: version(), Artifact: filepath.Base(c.Weights), Bytes: l.store.File.FileBytes(),
+		Device: deviceName(dev), Threads: runtime.GOMAXPROCS(0), Version: version(), Artifact: filepath.Base(l.store.File.Path()), Bytes: l.store.File.FileBytes(),
 		Context: f.MaxContext, KVDtype: f.KVDtype, Drafting: f.Spec != "", Window: f.DraftTokens,
 	}
 	for _, t := range tests {

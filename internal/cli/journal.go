@@ -24,7 +24,7 @@ func (c *serveCommand) journal(l *loaded, key string, log *slog.Logger, address 
 	}
 	j := server.NewJournal(file, key, log)
 	j.Start(server.StartRecord{
-		Version: version(), Arguments: redacted(os.Args[1:]), Model: c.ModelID, File: filepath.Base(c.Artifact), Address: address, Device: "cpu",
+		Version: version(), Arguments: redacted(os.Args[1:]), Model: c.ModelID, File: filepath.Base(l.store.File.Path()), Address: address, Device: "cpu",
 		MaxContext: c.MaxContext, MaxConcurrency: c.MaxConcurrency, MaxPending: c.MaxPendingRequests,
 		KVPages: c.pages(c.MaxConcurrency), PageTokens: engine.PageTokens, DraftWindow: c.DraftTokens,
 	})

@@ -12,6 +12,7 @@ import (
 	"ninfer/internal/artifact"
 	"ninfer/internal/front"
 	"ninfer/internal/model"
+	"ninfer/internal/nano"
 	"ninfer/internal/text/chat"
 	"ninfer/internal/text/token"
 )
@@ -27,15 +28,28 @@ type loaded struct {
 	template  *chat.Template
 }
 
-// errNoModel is what commands say where an artifact is needed and none is named.
-var errNoModel = usageError{hintedError{errors.New("no artifact named, and this build has no model of its own"), "name a .ninfer file; ninfer convert makes one"}}
-
-// load opens an artifact and reads its frontend.
-func load(path string) (*loaded, error) {
-	if path == "" {
-		return nil, errNoModel
+// openArtifact opens the artifact at a path, or without one the model inside the program, which it says.
+func openArtifact(e *environment, path string) (*artifact.File, error) {
+	if path != "" {
+		return artifact.Open(path)
 	}
-	f, err := artifact.Open(path)
+	data, err := nano.Artifact()
+	if errors.Is(err, nano.ErrLeftOut) {
+		return nil, usageError{hintedError{fmt.Errorf("no artifact named, and %w", err), "name a .ninfer file; ninfer convert makes one"}}
+	}
+	if err != nil {
+		return nil, err
+	}
+	e.say("no artifact named: this is nano, a small model inside the program; the real one: ninfer pull %s, then ninfer convert", repository)
+	return artifact.OpenBytes(nano.Name, data)
+}
+
+// repository is where the checkpoint is that convert's default profile reads.
+const repository = "RadixArk/Qwen3.8-Flash-Next-NVFP4"
+
+// load opens an artifact, or nano if path is empty, and reads its frontend.
+func load(e *environment, path string) (*loaded, error) {
+	f, err := openArtifact(e, path)
 	if err != nil {
 		return nil, err
 	}

@@ -20,7 +20,7 @@ import (
 )
 
 type runCommand struct {
-	Artifact string `arg:"" optional:"" help:"Entry file."`
+	Artifact string `arg:"" optional:"" help:"Entry file. Default: nano, the model inside the program."`
 
 	Prompt    string  `placeholder:"TEXT" help:"One user turn."`
 	Messages  string  `placeholder:"FILE" help:"Conversation as JSON; - is stdin."`
@@ -79,7 +79,7 @@ func (c *runCommand) Run(e *environment) error {
 		return err
 	}
 	prepare := time.Now()
-	l, err := load(c.Artifact)
+	l, err := load(e, c.Artifact)
 	if err != nil {
 		return err
 	}

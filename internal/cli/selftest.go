@@ -2,17 +2,19 @@ package cli
 
 import (
 	"fmt"
+	"os"
 	"time"
 
 	"ninfer/internal/backend"
 	"ninfer/internal/backend/cpu"
 	"ninfer/internal/model"
+	"ninfer/internal/nano"
 	"ninfer/internal/selftest"
 )
 
 type selftestCommand struct {
-	Artifact string `arg:"" optional:"" help:"Artifact made from the golden checkpoint."`
-	Golden   string `placeholder:"DIR" help:"Folder with golden.json and golden.safetensors."`
+	Artifact string `arg:"" optional:"" help:"Artifact made from the golden checkpoint. Default: nano, the model inside the program."`
+	Golden   string `placeholder:"DIR" help:"Folder with golden.json and golden.safetensors. Default: nano's, built in."`
 	Device   string `default:"cpu" placeholder:"D" help:"cpu, cuda or a device number."`
 }
 
@@ -20,13 +22,21 @@ func (c *selftestCommand) Run(e *environment) error {
 	if err := cpuOnly(c.Device); err != nil {
 		return err
 	}
-	l, err := load(c.Artifact)
+	if c.Artifact != "" && c.Golden == "" {
+		return usagef("--golden DIR is needed: what is built in was recorded with nano, not with %s", c.Artifact)
+	}
+	l, err := load(e, c.Artifact)
 	if err != nil {
 		return err
 	}
 	defer l.close()
 	if c.Golden == "" {
-		return usagef("--golden DIR is needed: this build has no recorded results of its own")
+		dir, err := nanoGolden()
+		if err != nil {
+			return err
+		}
+		defer os.RemoveAll(dir)
+		c.Golden = dir
 	}
 	m, err := l.bind(model.Options{Drafter: true})
 	if err != nil {
@@ -43,6 +53,23 @@ func (c *selftestCommand) Run(e *environment) error {
 		return statusError(exitFailure)
 	}
 	return nil
+}
+
+// nanoGolden writes what was recorded with nano into a new folder, since recorded tensors are read as files.
+func nanoGolden() (string, error) {
+	files, err := nano.Golden()
+	if err != nil {
+		return "", err
+	}
+	dir, err := os.MkdirTemp("", "ninfer-golden-")
+	if err != nil {
+		return "", err
+	}
+	if err := os.CopyFS(dir, files); err != nil {
+		os.RemoveAll(dir)
+		return "", err
+	}
+	return dir, nil
 }
 
 // cpuBackends are the CPU's implementations with their bounds: the exact oracle differs from the float32 reference only by the

@@ -24,7 +24,7 @@ import (
 )
 
 type serveCommand struct {
-	Artifact string `arg:"" optional:"" help:"Entry file."`
+	Artifact string `arg:"" optional:"" help:"Entry file. Default: nano, the model inside the program."`
 
 	Host       string `default:"127.0.0.1" placeholder:"H" help:"Address to listen on."`
 	Port       int    `default:"8080" placeholder:"N" help:"Port; 0 picks a free one and prints it."`
@@ -204,9 +204,6 @@ func (c *serveCommand) Run(e *environment) error {
 	if err != nil {
 		return err
 	}
-	if c.Artifact == "" {
-		return errNoModel
-	}
 	level, _ := server.ParseLevel(c.LogLevel)
 	log := server.NewLog(e.err, level)
 	log.Info("start", "version", version(), "arguments", redacted(os.Args[1:]))
@@ -217,12 +214,15 @@ func (c *serveCommand) Run(e *environment) error {
 	ctx, cancel := c.signals(log)
 	defer cancel()
 	start := time.Now()
-	l, err := load(c.Artifact)
+	l, err := load(e, c.Artifact)
 	if err != nil {
 		listener.Close()
 		return err
 	}
 	defer l.close()
+	if c.ModelID == "" && c.Artifact == "" {
+		c.ModelID = "nano"
+	}
 	if c.ModelID == "" {
 		c.ModelID = l.name()
 	}
@@ -254,7 +254,7 @@ func (c *serveCommand) Run(e *environment) error {
 	}
 	defer o.dev.Close()
 	s.Ready(server.Model{
-		Front: o.front, Draft: c.DraftTokens, Concurrency: c.MaxConcurrency, File: filepath.Base(c.Artifact), Activity: o.batch.Activity,
+		Front: o.front, Draft: c.DraftTokens, Concurrency: c.MaxConcurrency, File: filepath.Base(l.store.File.Path()), Activity: o.batch.Activity,
 		Queue: engine.NewQueue(o.batch, c.MaxConcurrency+c.MaxPendingRequests, time.Duration(c.PendingTimeoutMS)*time.Millisecond),
 	})
 	address := "http://" + listener.Addr().String()
@@ -297,7 +297,7 @@ func (c *serveCommand) open(e *environment, l *loaded) (o opening) {
 		return opening{err: err}
 	}
 	if o.front, err = c.front(l); err != nil {
-		return opening{err: fmt.Errorf("%s: %w", c.Artifact, err)}
+		return opening{err: fmt.Errorf("%s: %w", l.store.File.Path(), err)}
 	}
 	o.state = stateBytes(m.States, c.MaxContext, c.carry())
 	o.batch, o.dev, o.err = c.engine(e, m, c.MaxConcurrency, c.MaxConcurrency+c.MaxPendingRequests)

@@ -145,7 +145,7 @@ func printJSON(e *environment, v any) error {
 }
 
 type inspectCommand struct {
-	Artifact  string `arg:"" help:"Entry file."`
+	Artifact  string `arg:"" optional:"" help:"Entry file. Default: nano, the model inside the program."`
 	Objects   bool   `help:"List the objects."`
 	Bindings  bool   `help:"List the parameters and the objects they are bound to."`
 	Resources bool   `help:"List the embedded files."`
@@ -195,10 +195,10 @@ type objectLine struct {
 }
 
 func (c *inspectCommand) Run(e *environment) error {
-	if artifact.IsV2(c.Artifact) {
+	if c.Artifact != "" && artifact.IsV2(c.Artifact) {
 		return c.runV2(e)
 	}
-	f, err := artifact.Open(c.Artifact)
+	f, err := openArtifact(e, c.Artifact)
 	if err != nil {
 		return err
 	}

@@ -1,0 +1,8 @@
+//go:build !nonano
+
+package nano
+
+import "embed"
+
+//go:embed model
+var files embed.FS

@@ -1,0 +1,7 @@
+//go:build nonano
+
+package nano
+
+import "embed"
+
+var files embed.FS
