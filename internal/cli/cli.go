@@ -42,6 +42,9 @@ type commands struct {
 	Pull     pullCommand     `cmd:"" help:"Download a model repository or an artifact."`
 	Synth    synthCommand    `cmd:"" help:"Write an artifact with random weights, for measuring speed."`
 	Selftest selftestCommand `cmd:"" help:"Compare this machine with recorded results of the reference implementation."`
+
+	Perplexity perplexityCommand `cmd:"" help:"Measure how well a model predicts texts."`
+	Compare    compareCommand    `cmd:"" help:"Measure what another artifact or storage format changes in a model's answers."`
 }
 
 // environment is where a command reads and writes.

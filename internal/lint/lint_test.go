@@ -33,6 +33,7 @@ var allowed = map[string][]string{
 	"internal/model":          {"internal/arch", "internal/backend", "internal/artifact", "internal/num"},
 	"internal/selftest":       {"internal/model", "internal/engine", "internal/front", "internal/text", "internal/vision", "internal/backend", "internal/artifact", "internal/hf", "internal/arch", "internal/num"},
 	"internal/bench":          {"internal/model", "internal/engine", "internal/backend", "internal/artifact", "internal/arch", "internal/num"},
+	"internal/quality":        {"internal/model", "internal/backend", "internal/num"},
 	"internal/text":           {"golang.org/x/text", "github.com/ardanlabs/jinja"},
 	"internal/vision":         {"golang.org/x/image"},
 	"internal/grammar":        {"github.com/santhosh-tekuri/jsonschema/v6"},
