@@ -79,6 +79,7 @@ type State struct {
 	Width int // values of a row
 	Rows  int // of a Fixed state
 	Ratio int // tokens of a PerBlock row
+	Group int // values of a row of StoreKV that share a scale in FP8: those of a head
 	// Initial is what every value of a Fixed state is in an empty image.
 	Initial int32
 }

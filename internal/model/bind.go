@@ -217,7 +217,7 @@ func (b *binder) layer(l int) layer {
 func (b *binder) planes(name string, c backend.Clock) planes {
 	kv := b.t.KVHeads * b.t.HeadDim
 	per := func(what string, s backend.Store, width int) backend.StateID {
-		return b.state(backend.State{Name: name + what, Kind: backend.PerToken, Clock: c, Store: s, Width: width})
+		return b.state(backend.State{Name: name + what, Kind: backend.PerToken, Clock: c, Store: s, Width: width, Group: b.t.HeadDim})
 	}
 	return planes{
 		keys: per("keys", backend.StoreKV, kv), values: per("values", backend.StoreKV, kv),

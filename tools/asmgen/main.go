@@ -41,6 +41,7 @@ func run(dir string) error {
 	elementwise()
 	delta()
 	attention()
+	cache()
 
 	for name, value := range map[string]string{"out": asmFile, "stubs": stubFile} {
 		if err := flag.Set(name, filepath.Join(dir, value)); err != nil {

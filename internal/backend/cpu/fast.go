@@ -74,12 +74,14 @@ func (f *fast) recorded(s backend.State) int {
 	return s.Width
 }
 
-func (f *fast) fold(s backend.State, state, records []float32) {
+func (f *fast) packed() bool { return true }
+
+func (f *fast) fold(s backend.State, img *image[float32], id backend.StateID, records []float32) {
 	if s.Store == backend.StoreMatrix {
-		f.folder.run(state, records, s.Rows/s.Width, s.Width)
+		f.folder.run(img.states[id], img.halves[id], records, s.Rows/s.Width, s.Width)
 		return
 	}
-	shift(state, records)
+	shift(img.states[id], records)
 }
 
 // shift appends rows to a window: it keeps the last ones.
@@ -92,23 +94,35 @@ func shift(window, rows []float32) {
 	}
 }
 
-// folder brings delta-net matrices forward.
+// folder brings delta-net matrices forward, in FP32 or, if half is not nil, in BF16.
 type folder struct {
 	f              *fast
 	state, records []float32
+	half           []uint16
 	heads, dim     int
 }
 
-func (o *folder) run(state, records []float32, heads, dim int) {
-	o.state, o.records, o.heads, o.dim = state, records, heads, dim
-	o.f.each(o, heads, len(state)*len(records)/(heads*(1+2*dim)))
+func (o *folder) run(state []float32, half []uint16, records []float32, heads, dim int) {
+	o.state, o.half, o.records, o.heads, o.dim = state, half, records, heads, dim
+	o.f.each(o, heads, dim*dim*len(records)/(1+2*dim))
 }
 
-func (o *folder) do(_, head int) {
+func (o *folder) do(worker, head int) {
+	n := o.dim * o.dim
+	var s []float32
+	if o.half != nil {
+		s = o.f.scratch(worker, n)
+		o.f.level.expandBF16(s, o.half[head*n:])
+	} else {
+		s = o.state[head*n:][:n]
+	}
 	size := 1 + 2*o.dim
 	for at := head * size; at < len(o.records); at += o.heads * size {
 		r := o.records[at:][:size]
-		o.f.level.deltaFold(o.state[head*o.dim*o.dim:][:o.dim*o.dim], r[1:1+o.dim], r[1+o.dim:], r[0])
+		o.f.level.deltaFold(s, r[1:1+o.dim], r[1+o.dim:], r[0])
+	}
+	if o.half != nil {
+		o.f.level.shrinkBF16(o.half[head*n:][:n], s)
 	}
 }
 

@@ -104,11 +104,20 @@ func (o *gdnOp) do(worker, unit int) {
 	mem := f.scratch(worker, size+7*d)
 	q, k, v := mem[size:][:d], mem[size+d:][:d], mem[size+2*d:][:d]
 	u, delta, res, t := mem[size+3*d:][:d], mem[size+4*d:][:d], mem[size+5*d:][:d], mem[size+6*d:][:d]
-	s := l.img.states[o.op.Matrix][head*size:][:size]
-	var records []float32
-	if o.p.kind == backend.Verify {
-		copy(mem[:size], s)
+	var s, records []float32
+	var half []uint16
+	if all := l.img.halves[o.op.Matrix]; all != nil {
+		half = all[head*size:][:size]
 		s = mem[:size]
+		f.level.expandBF16(s, half)
+	} else {
+		s = l.img.states[o.op.Matrix][head*size:][:size]
+	}
+	if o.p.kind == backend.Verify {
+		if half == nil {
+			copy(mem[:size], s)
+			s = mem[:size]
+		}
 		records = l.img.records[o.op.Matrix]
 	}
 	window, rows := l.img.states[o.op.Window], o.mixed[l.first*o.channel:]
@@ -137,5 +146,8 @@ func (o *gdnOp) do(worker, unit int) {
 		at := r*o.vals + head*d
 		f.norm(t, res, w.norm, op.Eps)
 		f.level.sigmoidMul(o.gated[at:at+d], t, o.z[at:at+d], 1)
+	}
+	if half != nil && records == nil {
+		f.level.shrinkBF16(half, s)
 	}
 }

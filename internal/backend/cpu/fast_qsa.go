@@ -23,6 +23,8 @@ type qsaOp struct {
 	dot *[3]dotFunc // nil: plain Go
 
 	p                    *pass[float32]
+	keys, values, blocks *plane[float32]
+	raw, positions       *plane[float32]
 	stage                int
 	key, val, index      []float32
 	queryGate, q, iq     []float32
@@ -49,6 +51,7 @@ const (
 	splitTokens = 128
 	splitRows   = 8    // most rows whose pieces are units
 	scoreBlocks = 1024 // block keys a unit scores
+	scoreRun    = 64   // of them that are unpacked at a time
 	scoreFloats = 4 << 20
 )
 
@@ -124,6 +127,8 @@ func (o *qsaOp) run(p *pass[float32]) error {
 	f, w, op, rows := o.f, o.w, o.op.W, len(p.rows)
 	f.arena.reset()
 	o.p = p
+	o.keys, o.values, o.blocks = p.m.planes[o.op.Keys], p.m.planes[o.op.Values], p.m.planes[o.op.IndexKeys]
+	o.raw, o.positions = p.m.planes[o.op.RawIndex], p.m.planes[o.op.Positions]
 	in, h := p.buf(o.op.In)
 	o.key, o.val, o.index = f.arena.take(rows*o.kw), f.arena.take(rows*o.kw), f.arena.take(rows*o.iw)
 	x := newOperand(in, h, h, rows)
@@ -292,7 +297,7 @@ func (o *qsaOp) do(worker, unit int) {
 		r, kv := unit/op.KVHeads, unit%op.KVHeads
 		t := o.tokens(r)
 		size := o.group * (op.HeadDim + 2)
-		mem := o.f.scratch(worker, o.pieceScratch()+2*size)[o.pieceScratch():]
+		mem := o.f.scratch(worker, o.rowScratch())[o.pieceScratch():]
 		o.piece(worker, r, kv, t[:min(len(t), splitTokens)], mem[:size])
 		for first := splitTokens; first < len(t); first += splitTokens {
 			o.piece(worker, r, kv, t[first:min(len(t), first+splitTokens)], mem[size:])
@@ -311,15 +316,22 @@ func (o *qsaOp) partialOf(r, kv, piece int) []float32 {
 func (o *qsaOp) prepare(r int) {
 	op, w, f, row := o.op.W, o.w, o.f, o.p.rows[r]
 	t := o.freqs[r*op.Rotary.Dim:][:op.Rotary.Dim]
-	k := o.p.state(o.op.Keys, row)[row.at*o.kw:][:o.kw]
+	table := o.p.table(row)
+	turned := o.keys.form == backend.CacheFP8
+	k := o.key[r*o.kw:][:o.kw]
 	for h := 0; h < o.kw; h += op.HeadDim {
-		f.norm(k[h:h+op.HeadDim], o.key[r*o.kw+h:][:op.HeadDim], w.keyNorm, op.Eps)
-		rotate32(k[h:h+op.HeadDim], t)
+		head := k[h : h+op.HeadDim]
+		f.norm(head, head, w.keyNorm, op.Eps)
+		rotate32(head, t)
+		if turned {
+			hadamard(head)
+		}
 	}
-	copy(o.p.state(o.op.Values, row)[row.at*o.kw:], o.val[r*o.kw:][:o.kw])
+	f.keep(o.keys, table, row.at, k)
+	f.keep(o.values, table, row.at, o.val[r*o.kw:][:o.kw])
 	index := o.index[r*o.iw:][:o.iw]
-	copy(o.p.state(o.op.RawIndex, row)[row.at*op.IndexDim:], index[op.IndexHeads*op.IndexDim:])
-	positions := o.p.state(o.op.Positions, row)[row.at*3:]
+	f.keep(o.raw, table, row.at, index[op.IndexHeads*op.IndexDim:])
+	positions := o.positions.row(table, row.at)
 	for a, v := range row.position {
 		positions[a] = float32(v)
 	}
@@ -330,6 +342,9 @@ func (o *qsaOp) prepare(r int) {
 		q := o.q[r*o.qw+h*op.HeadDim:][:op.HeadDim]
 		f.norm(q, o.queryGate[(r*op.Heads+h)*2*op.HeadDim:][:op.HeadDim], w.queryNorm, op.Eps)
 		rotate32(q, t)
+		if turned {
+			hadamard(q)
+		}
 	}
 	for h := range op.IndexHeads {
 		q := o.iq[(r*op.IndexHeads+h)*op.IndexDim:][:op.IndexDim]
@@ -342,19 +357,23 @@ func (o *qsaOp) prepare(r int) {
 func (o *qsaOp) blockKey(worker int, row row) {
 	op := o.op.W
 	first := row.at + 1 - op.Ratio
-	raw := o.p.state(o.op.RawIndex, row)[first*op.IndexDim:][:op.Ratio*op.IndexDim]
-	mem := o.f.scratch(worker, op.IndexDim+op.Rotary.Dim)
-	mean, t := mem[:op.IndexDim], mem[op.IndexDim:]
-	copy(mean, raw)
-	for i := 1; i < op.Ratio; i++ {
-		o.f.level.axpy(mean, raw[i*op.IndexDim:], 1)
+	mem := o.f.scratch(worker, 2*op.IndexDim+op.Rotary.Dim)
+	mean, key, t := mem[:op.IndexDim], mem[op.IndexDim:2*op.IndexDim], mem[2*op.IndexDim:]
+	table := o.p.table(row)
+	for i := range op.Ratio {
+		raw, _ := o.f.read(o.raw, o.raw.at(table, first+i), 1, 0, op.IndexDim, key)
+		if i == 0 {
+			copy(mean, raw)
+		} else {
+			o.f.level.axpy(mean, raw, 1)
+		}
 	}
 	o.f.level.scale(mean, mean, 1/float32(op.Ratio))
-	key := o.p.state(o.op.IndexKeys, row)[first/op.Ratio*op.IndexDim:][:op.IndexDim]
 	o.f.norm(key, mean, o.w.indexKNorm, op.Eps)
-	at := o.p.state(o.op.Positions, row)[first*3:]
+	at := o.positions.row(table, first)
 	turn(t, &op.Rotary, o.inverse, [3]int32{int32(at[0]), int32(at[1]), int32(at[2])})
 	rotate32(key, t)
+	o.f.keep(o.blocks, table, first/op.Ratio, key)
 }
 
 // products computes out[r*ldo+i] for rows of x and n keys that lie stride values apart.
@@ -377,10 +396,19 @@ func (o *qsaOp) score(worker, r, first int) {
 	if n <= 0 {
 		return
 	}
-	mem := o.f.scratch(worker, 16+op.IndexHeads*scoreBlocks)
+	mem := o.f.scratch(worker, 16+op.IndexHeads*scoreBlocks+scoreRun*op.IndexDim)
 	x := activations{data: o.iq[r*op.IndexHeads*op.IndexDim:], ld: op.IndexDim, rows: op.IndexHeads}
-	parts := mem[16:]
-	o.products(&x, parts, scoreBlocks, o.p.state(o.op.IndexKeys, o.p.rows[r])[first*op.IndexDim:], op.IndexDim, n, mem[:16])
+	parts, tmp := mem[16:16+op.IndexHeads*scoreBlocks], mem[16+op.IndexHeads*scoreBlocks:]
+	table, most := o.p.table(o.p.rows[r]), n
+	if o.blocks.full == nil {
+		most = scoreRun
+	}
+	for i := 0; i < n; {
+		at, c := o.blocks.run(table, first+i, min(n-i, most))
+		keys, stride := o.f.read(o.blocks, at, c, 0, op.IndexDim, tmp)
+		o.products(&x, parts[i:], scoreBlocks, keys, stride, c, mem[:16])
+		i += c
+	}
 	scale := float32(1 / math.Sqrt(float64(op.IndexDim)))
 	dst := o.scores[(r-o.batchFirst)*o.scoreLine+first:][:n]
 	clear(dst)
@@ -460,19 +488,28 @@ func (o *qsaOp) selectTokens(worker, r int) {
 // pieceScratch is what piece needs of a worker's scratch.
 func (o *qsaOp) pieceScratch() int { return 16 + o.group*splitTokens }
 
+// rowScratch is what a row needs of it: for piece, for two pieces' results, and to unpack keys or values of a piece.
+func (o *qsaOp) rowScratch() int {
+	n := o.pieceScratch() + 2*o.group*(o.op.W.HeadDim+2)
+	if o.keys.full == nil {
+		n += splitTokens * o.op.W.HeadDim
+	}
+	return n
+}
+
 // piece is the soft-max attention of the heads of a group over some tokens: into dst, for each head, the largest score, the sum of
 // exponentials relative to it, and the weighted values.
 func (o *qsaOp) piece(worker, r, kv int, tokens []int32, dst []float32) {
 	op, l := o.op.W, o.f.level
 	d, n := op.HeadDim, len(tokens)
-	mem := o.f.scratch(worker, o.pieceScratch()+2*o.group*(d+2))
-	score := mem[16:o.pieceScratch()]
-	row := o.p.rows[r]
-	keys, values := o.p.state(o.op.Keys, row)[kv*d:], o.p.state(o.op.Values, row)[kv*d:]
+	mem := o.f.scratch(worker, o.rowScratch())
+	score, tmp := mem[16:o.pieceScratch()], mem[o.pieceScratch()+2*o.group*(d+2):]
+	table := o.p.table(o.p.rows[r])
 	x := activations{data: o.q[r*o.qw+kv*o.group*d:], ld: d, rows: o.group}
 	for i := 0; i < n; {
-		c := consecutive(tokens[i:])
-		o.products(&x, score[i:], splitTokens, keys[int(tokens[i])*o.kw:], o.kw, c, mem[:16])
+		at, c := o.keys.run(table, int(tokens[i]), consecutive(tokens[i:]))
+		keys, stride := o.f.read(o.keys, at, c, kv*d, d, tmp)
+		o.products(&x, score[i:], splitTokens, keys, stride, c, mem[:16])
 		i += c
 	}
 	scale := float32(1 / math.Sqrt(float64(d)))
@@ -499,9 +536,10 @@ func (o *qsaOp) piece(worker, r, kv int, tokens []int32, dst []float32) {
 		clear(head[2:])
 	}
 	for i := 0; i < n; {
-		c := consecutive(tokens[i:])
+		at, c := o.values.run(table, int(tokens[i]), consecutive(tokens[i:]))
+		values, stride := o.f.read(o.values, at, c, kv*d, d, tmp)
 		for g := range o.group {
-			l.weighRows(dst[g*(d+2)+2:][:d], score[g*splitTokens+i:][:c], values[int(tokens[i])*o.kw:], o.kw)
+			l.weighRows(dst[g*(d+2)+2:][:d], score[g*splitTokens+i:][:c], values, stride)
 		}
 		i += c
 	}

@@ -24,6 +24,14 @@ type Options struct {
 	Carry  int // most rows a launch can leave carried: at least the largest prefill chunk when a drafter runs
 	Stored bool
 
+	// Pages is the size of the pool that images take their rows from, backend.PageTokens tokens at a time; 0 is enough for all images.
+	Pages int
+	// KV is what keys, values and index keys are kept in: by the fast device truly, by the oracle as rounding.
+	KV backend.Cache
+	// BF16State keeps delta-net matrices in BF16: rounded once a pass, when it puts them away. Results then depend on how many rows a
+	// pass has.
+	BF16State bool
+
 	// Threads is the number of workers of a fast device, 0 for one a processor that Go may use.
 	Threads int
 	// Level is the instruction set of a fast device.
@@ -40,7 +48,9 @@ type operations[T value] interface {
 	// recorded is the number of values that a Verify pass leaves for one row of a Fixed state.
 	recorded(s backend.State) int
 	// fold brings a Fixed state from before the recorded rows to after them; there is at least one.
-	fold(s backend.State, state, records []T)
+	fold(s backend.State, img *image[T], id backend.StateID, records []T)
+	// packed reports whether caches and states are kept in the bytes that their formats take.
+	packed() bool
 	close()
 }
 
@@ -50,6 +60,8 @@ type machine[T value] struct {
 	ops    operations[T]
 	lanes  []*image[T]
 	saved  []*image[T]
+	pages  ledger
+	planes []*plane[T] // by state, nil of Fixed and Carried ones
 	seq    backend.Seq
 	result backend.Result
 	closed bool
@@ -57,9 +69,11 @@ type machine[T value] struct {
 
 // image is one sequence's state at its committed length, and the records of a pass that may still be cut.
 type image[T value] struct {
-	length  int // tokens committed by the target
-	carried int // rows waiting for the drafter
-	states  [][]T
+	length  int        // tokens committed by the target
+	carried int        // rows waiting for the drafter
+	table   []int32    // pages, as many as its rows need
+	states  [][]T      // Fixed and Carried ones
+	halves  [][]uint16 // those kept in BF16 instead
 
 	// A Verify pass leaves the Fixed states alone and puts what it takes to bring them forward into records[state], row after row.
 	records  [][]T
@@ -72,6 +86,18 @@ type image[T value] struct {
 
 func newMachine[T value](opt Options, ops operations[T]) *machine[T] {
 	m := &machine[T]{opt: opt, ops: ops}
+	pages := opt.Pages
+	if pages == 0 {
+		pages = (opt.Lanes + opt.Saved) * pagesOf(opt.Tokens)
+	}
+	m.pages = newLedger(pages)
+	for _, s := range opt.States {
+		var p *plane[T]
+		if s.Kind == backend.PerToken || s.Kind == backend.PerBlock {
+			p = newPlane[T](s, opt.KV, pages, ops.packed())
+		}
+		m.planes = append(m.planes, p)
+	}
 	for range opt.Lanes {
 		m.lanes = append(m.lanes, m.newImage(true))
 	}
@@ -82,51 +108,61 @@ func newMachine[T value](opt Options, ops operations[T]) *machine[T] {
 }
 
 func (m *machine[T]) newImage(lane bool) *image[T] {
-	img := &image[T]{}
-	for i, s := range m.opt.States {
-		img.states = append(img.states, make([]T, m.stateSize(backend.StateID(i))))
-		var r []T
-		if lane && s.Kind == backend.Fixed {
-			r = make([]T, m.opt.Verify*m.ops.recorded(s))
+	img := &image[T]{table: make([]int32, 0, pagesOf(m.opt.Tokens))}
+	for _, s := range m.opt.States {
+		var state, records []T
+		var half []uint16
+		switch {
+		case s.Kind == backend.Carried:
+			state = make([]T, m.opt.Carry*s.Width)
+		case s.Kind == backend.Fixed && m.half(s):
+			half = make([]uint16, s.Rows*s.Width)
+		case s.Kind == backend.Fixed:
+			state = make([]T, s.Rows*s.Width)
 		}
-		img.records = append(img.records, r)
+		if lane && s.Kind == backend.Fixed {
+			records = make([]T, m.opt.Verify*m.ops.recorded(s))
+		}
+		img.states, img.halves, img.records = append(img.states, state), append(img.halves, half), append(img.records, records)
 	}
 	m.empty(img)
 	return img
 }
 
-// stateSize is the number of values a state has room for.
-func (m *machine[T]) stateSize(id backend.StateID) int {
-	s := m.opt.States[id]
-	switch s.Kind {
-	case backend.PerToken:
-		return m.opt.Tokens * s.Width
-	case backend.PerBlock:
-		return (m.opt.Tokens / s.Ratio) * s.Width
-	case backend.Carried:
-		return m.opt.Carry * s.Width
-	default:
-		return s.Rows * s.Width
-	}
+// half reports whether a Fixed state is kept in BF16.
+func (m *machine[T]) half(s backend.State) bool {
+	return m.opt.BF16State && s.Store == backend.StoreMatrix && m.ops.packed()
 }
 
-// live is the number of values of a state that mean something at the image's length.
-func (m *machine[T]) live(img *image[T], id backend.StateID) int {
-	s := m.opt.States[id]
-	n := img.length
-	if s.Clock == backend.Drafter {
-		n -= img.carried
-	}
-	switch {
-	case s.Kind == backend.PerToken:
-		return n * s.Width
-	case s.Kind == backend.PerBlock:
-		return n / s.Ratio * s.Width
-	case s.Kind == backend.Carried:
+// live is the number of values of a Fixed or Carried state that mean something.
+func (m *machine[T]) live(img *image[T], s backend.State) int {
+	if s.Kind == backend.Carried {
 		return img.carried * s.Width
-	default:
-		return s.Rows * s.Width
 	}
+	return s.Rows * s.Width
+}
+
+// pagesOf is the number of pages that hold so many tokens.
+func pagesOf(tokens int) int { return (tokens + backend.PageTokens - 1) / backend.PageTokens }
+
+// grow gives an image pages for so many tokens.
+func (m *machine[T]) grow(img *image[T], tokens int) error {
+	for len(img.table) < pagesOf(tokens) {
+		page, err := m.pages.take()
+		if err != nil {
+			return err
+		}
+		img.table = append(img.table, page)
+	}
+	return nil
+}
+
+// shrink takes all pages from an image.
+func (m *machine[T]) shrink(img *image[T]) {
+	for _, page := range img.table {
+		m.pages.release(page)
+	}
+	img.table = img.table[:0]
 }
 
 // flush folds the kept records into the image and forgets drafts.
@@ -134,7 +170,7 @@ func (m *machine[T]) flush(img *image[T]) {
 	if img.keep > 0 {
 		for id, s := range m.opt.States {
 			if s.Kind == backend.Fixed {
-				m.ops.fold(s, img.states[id], img.records[id][:img.keep*m.ops.recorded(s)])
+				m.ops.fold(s, img, backend.StateID(id), img.records[id][:img.keep*m.ops.recorded(s)])
 			}
 		}
 	}
@@ -173,6 +209,10 @@ func (m *machine[T]) Compile(p *backend.Program) (backend.Step, error) {
 		switch op := op.(type) {
 		case backend.Carry:
 			s.carries = true
+		case backend.QSA:
+			if err := m.fits(op); err != nil {
+				return nil, fmt.Errorf("cpu: compile %v: %v: %w", p.Pass.Kind, op, err)
+			}
 		case backend.Embed:
 			s.vocab, s.hidden = op.W.N, op.W.Cols()
 		case backend.Stem:
@@ -191,6 +231,20 @@ func (m *machine[T]) Compile(p *backend.Program) (backend.Step, error) {
 		result:  backend.Result{Lanes: make([]backend.LaneResult, 0, p.Pass.Lanes)},
 	}
 	return s, nil
+}
+
+// fits tells why an attention's heads cannot be kept in the cache's format.
+func (m *machine[T]) fits(op backend.QSA) error {
+	n := op.W.HeadDim
+	switch {
+	case m.opt.KV != backend.CacheFP8:
+		return nil
+	case n&(n-1) != 0:
+		return fmt.Errorf("a cache in fp8 needs heads of a power of two values, these have %d", n)
+	case m.opt.States[op.Keys].Group != n || m.opt.States[op.Values].Group != n:
+		return fmt.Errorf("a cache in fp8 needs states that share a scale among the %d values of a head", n)
+	}
+	return nil
 }
 
 // row is one row of a launch: which lane's, which token, where in its sequence.
@@ -244,8 +298,8 @@ func (p *pass[T]) injection(x backend.Buf) (y backend.Buf, ok bool) {
 // drafting reports whether the rows are the drafter's.
 func (p *pass[T]) drafting() bool { return p.kind == backend.Draft || p.kind == backend.Seed }
 
-// state returns a state of row r's lane.
-func (p *pass[T]) state(id backend.StateID, r row) []T { return p.lanes[r.lane].img.states[id] }
+// table returns the pages of row r's lane.
+func (p *pass[T]) table(r row) []int32 { return p.lanes[r.lane].img.table }
 
 func (m *machine[T]) Launch(st backend.Step, c *backend.Control) (backend.Seq, error) {
 	s, ok := st.(*step[T])
@@ -317,6 +371,9 @@ func (p *pass[T]) begin(c *backend.Control) error {
 		}
 		if base+n > p.m.opt.Tokens {
 			return fmt.Errorf("lane %d: %d tokens do not fit an image of %d", in.Lane, base+n, p.m.opt.Tokens)
+		}
+		if err := p.m.grow(img, base+n); err != nil {
+			return fmt.Errorf("lane %d: %w", in.Lane, err)
 		}
 		p.lanes = append(p.lanes, lane[T]{img: img, in: in, first: len(p.rows), base: base})
 		for j, t := range in.Tokens {
@@ -421,19 +478,22 @@ func (m *machine[T]) Reset(i backend.Image) error {
 	if err != nil {
 		return err
 	}
-	img.length, img.carried, img.keep, img.chained, img.chain = 0, 0, 0, 0, img.chain[:0]
 	m.empty(img)
 	return nil
 }
 
-// empty gives the Fixed states their initial values.
+// empty takes an image's rows and gives the Fixed states their initial values.
 func (m *machine[T]) empty(img *image[T]) {
+	img.length, img.carried, img.keep, img.chained, img.chain = 0, 0, 0, 0, img.chain[:0]
+	m.shrink(img)
 	for id, s := range m.opt.States {
-		if s.Kind == backend.Fixed {
-			for i := range img.states[id] {
-				img.states[id][i] = T(s.Initial)
-			}
+		if s.Kind != backend.Fixed {
+			continue
 		}
+		for i := range img.states[id] {
+			img.states[id][i] = T(s.Initial)
+		}
+		clear(img.halves[id])
 	}
 }
 
@@ -450,13 +510,39 @@ func (m *machine[T]) Move(dst, src backend.Image) error {
 	if d == s {
 		return nil
 	}
+	// Pages whose rows both clocks have left behind are shared, the others copied.
+	shared := (s.length - s.carried) / backend.PageTokens
+	live := pagesOf(s.length)
+	for _, page := range s.table[:shared] {
+		m.pages.held[page]++
+	}
+	m.shrink(d)
+	d.table = append(d.table, s.table[:shared]...)
+	if err := m.grow(d, s.length); err != nil {
+		m.empty(d)
+		return fmt.Errorf("cpu: move %+v to %+v: %w", src, dst, err)
+	}
+	for i := shared; i < live; i++ {
+		for _, p := range m.planes {
+			if p != nil {
+				p.copy(d.table[i], s.table[i])
+			}
+		}
+	}
 	d.length, d.carried = s.length, s.carried
 	d.keep, d.chained, d.chain = 0, 0, d.chain[:0]
-	for id := range m.opt.States {
-		n := m.live(s, backend.StateID(id))
-		copy(d.states[id][:n], s.states[id][:n])
+	for id, state := range m.opt.States {
+		if state.Kind == backend.Fixed || state.Kind == backend.Carried {
+			copy(d.states[id][:min(m.live(s, state), len(d.states[id]))], s.states[id])
+			copy(d.halves[id], s.halves[id])
+		}
 	}
 	return nil
+}
+
+// Pages tells how many pages images hold, shared ones once, and how many there are.
+func (m *machine[T]) Pages() (used, all int) {
+	return len(m.pages.held) - len(m.pages.free), len(m.pages.held)
 }
 
 func (m *machine[T]) Lengths(i backend.Image) backend.Lengths {

@@ -43,3 +43,39 @@ func TestConformance(t *testing.T) {
 		})
 	}
 }
+
+// Caches and states in fewer bytes: the oracle rounds them at the same points. A value beside a rounding point may fall to the other
+// side in float32, which moves it by 2^-8 in BF16 and by up to 2^-3 in FP8; and a state that is rounded once a pass depends on the rows
+// of passes. Results do not depend on company, chunks or drafts otherwise, in a single bit.
+func TestConformancePacked(t *testing.T) {
+	for _, c := range []struct {
+		name  string
+		kv    backend.Cache
+		state bool
+		bound float64
+	}{
+		{"kv bf16", backend.CacheBF16, false, 2e-4},
+		{"kv fp8", backend.CacheFP8, false, 1e-3},
+		{"state bf16", backend.CacheFull, true, 3e-3},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			open := func(o optest.Options, make func(cpu.Options) backend.Device) backend.Device {
+				opt := options(o)
+				opt.KV, opt.BF16State = c.kv, c.state
+				return make(opt)
+			}
+			ref, dev := oracle, fast(cpu.Best, 0)
+			ref.Open = func(_ testing.TB, o optest.Options) backend.Device { return open(o, cpu.NewOracle) }
+			dev.Open = func(_ testing.TB, o optest.Options) backend.Device { return open(o, cpu.NewFast) }
+			dev.Shapes, dev.Formats = []optest.Shape{optest.Real, optest.Wide}, []num.Format{num.FP8RowFP32}
+			dev.Exact = !c.state
+			dev.Bound = func(op string) float64 {
+				if op == "qsa" && c.kv != backend.CacheFull || op == "gdn" && c.state || op == "model" {
+					return c.bound
+				}
+				return 1e-5
+			}
+			optest.Run(t, ref, dev)
+		})
+	}
+}

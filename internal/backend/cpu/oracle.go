@@ -9,9 +9,10 @@ import (
 )
 
 // NewOracle returns a device that computes every operation in float64, in the order of its formula. With Options.Stored values are
-// rounded to BF16 where a kernel stores them in BF16 (kernels.md names the points); otherwise nothing is rounded.
+// rounded to BF16 where a kernel stores them in BF16 (kernels.md names the points); otherwise nothing is rounded but what
+// Options.KV and Options.BF16State say.
 func NewOracle(opt Options) backend.Device {
-	o := &oracle{round: func(v float64) float64 { return v }}
+	o := &oracle{round: func(v float64) float64 { return v }, halfState: opt.BF16State}
 	if opt.Stored {
 		o.round = num.RoundBF16
 	}
@@ -20,7 +21,8 @@ func NewOracle(opt Options) backend.Device {
 
 // oracle is the plain implementation. round is applied to what is stored.
 type oracle struct {
-	round func(float64) float64
+	round     func(float64) float64
+	halfState bool
 }
 
 func (o *oracle) prepare(_ *step[float64], op backend.Op) (func(*pass[float64]) error, error) {
@@ -30,8 +32,44 @@ func (o *oracle) prepare(_ *step[float64], op backend.Op) (func(*pass[float64]) 
 // A record is the whole state after its row.
 func (o *oracle) recorded(s backend.State) int { return s.Rows * s.Width }
 
-func (o *oracle) fold(_ backend.State, state, records []float64) {
+func (o *oracle) fold(s backend.State, img *image[float64], id backend.StateID, records []float64) {
+	state := img.states[id]
 	copy(state, records[len(records)-len(state):])
+	if s.Store == backend.StoreMatrix {
+		o.putAway(state)
+	}
+}
+
+// putAway rounds a delta-net matrix as keeping it does.
+func (o *oracle) putAway(matrix []float64) {
+	if o.halfState {
+		for i, v := range matrix {
+			matrix[i] = num.RoundBF16(v)
+		}
+	}
+}
+
+func (o *oracle) packed() bool { return false }
+
+// keep writes row i of an image. Keys in FP8 are turned before.
+func (o *oracle) keep(p *plane[float64], table []int32, i int, x []float64) {
+	dst := p.row(table, i)
+	switch p.form {
+	case backend.CacheFull:
+		copy(dst, x)
+		o.roundAll(dst)
+	case backend.CacheBF16:
+		for c, v := range x {
+			dst[c] = num.RoundBF16(v)
+		}
+	case backend.CacheFP8:
+		for g := 0; g < len(x); g += p.group {
+			scale := num.FromBF16(fp8Scale(x[g : g+p.group]))
+			for c, v := range x[g : g+p.group] {
+				dst[g+c] = float64(num.FromE4M3(fp8Code(v, scale))) * float64(scale)
+			}
+		}
+	}
 }
 
 func (o *oracle) close() {}

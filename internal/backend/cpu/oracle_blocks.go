@@ -80,6 +80,11 @@ func (o *oracle) gdn(p *pass[float64], op backend.GDN) {
 			}
 		})
 	}
+	for _, l := range p.lanes {
+		if p.kind != backend.Verify {
+			o.putAway(l.img.states[op.Matrix])
+		}
+	}
 	matmul(w.Out, gated, out[:len(p.rows)*h])
 	o.roundAll(out)
 }
@@ -113,24 +118,32 @@ func (o *oracle) qsa(p *pass[float64], op backend.QSA) error {
 	key, val, index := o.project(w.Key, in), o.project(w.Value, in), o.project(w.Index, in)
 	kn, ikn := w.KeyNorm.Vector(), w.IndexKeyNorm.Vector()
 	kw, iw := w.KVHeads*w.HeadDim, (w.IndexHeads+1)*w.IndexDim
+	keys, values, rawKeys, blocks, positions := p.m.planes[op.Keys], p.m.planes[op.Values], p.m.planes[op.RawIndex], p.m.planes[op.IndexKeys], p.m.planes[op.Positions]
+	turned := keys.form == backend.CacheFP8
+	k, block := make([]float64, kw), make([]float64, w.IndexDim)
 	for r, row := range p.rows {
-		k := p.state(op.Keys, row)[row.at*kw:][:kw]
+		table := p.table(row)
 		groupNormShared(k, key[r*kw:(r+1)*kw], kn, w.Eps)
 		for h := 0; h < kw; h += w.HeadDim {
 			rotate(k[h:h+w.HeadDim], w.Rotary, row.position)
+			if turned {
+				hadamard(k[h : h+w.HeadDim])
+			}
 		}
-		o.roundAll(k)
-		copy(p.state(op.Values, row)[row.at*kw:], val[r*kw:(r+1)*kw])
-		raw := p.state(op.RawIndex, row)
-		copy(raw[row.at*w.IndexDim:], index[r*iw+w.IndexHeads*w.IndexDim:(r+1)*iw])
-		positions := p.state(op.Positions, row)
+		o.keep(keys, table, row.at, k)
+		o.keep(values, table, row.at, val[r*kw:(r+1)*kw])
+		o.keep(rawKeys, table, row.at, index[r*iw+w.IndexHeads*w.IndexDim:(r+1)*iw])
 		for a, v := range row.position {
-			positions[row.at*3+a] = float64(v)
+			positions.row(table, row.at)[a] = float64(v)
 		}
 		if (row.at+1)%w.Ratio == 0 {
 			first := row.at + 1 - w.Ratio
-			block := p.state(op.IndexKeys, row)[first/w.Ratio*w.IndexDim:][:w.IndexDim]
-			o.blockKey(block, raw[first*w.IndexDim:(row.at+1)*w.IndexDim], ikn, w, positions[first*3:])
+			var raw []float64
+			for t := first; t <= row.at; t++ {
+				raw = append(raw, rawKeys.row(table, t)...)
+			}
+			o.blockKey(block, raw, ikn, w, positions.row(table, first))
+			o.keep(blocks, table, first/w.Ratio, block)
 		}
 	}
 	if op.AppendOnly {
@@ -153,15 +166,18 @@ func (o *oracle) qsa(p *pass[float64], op backend.QSA) error {
 		q := make([]float64, w.HeadDim)
 		for r := first; r < end; r++ {
 			row := p.rows[r]
-			keys, values := p.state(op.Keys, row), p.state(op.Values, row)
+			table := p.table(row)
 			for head := range w.Heads {
 				qg := queryGate[(r*w.Heads+head)*2*w.HeadDim:][:2*w.HeadDim]
 				norm(q, qg[:w.HeadDim], qn, w.Eps)
 				rotate(q, w.Rotary, row.position)
 				o.roundAll(q)
+				if turned {
+					hadamard(q)
+				}
 				kv := head / (w.Heads / w.KVHeads) * w.HeadDim
 				res := attended[r*qw+head*w.HeadDim:][:w.HeadDim]
-				attend(res, q, keys[kv:], values[kv:], kw, selected[r])
+				attend(res, q, keys, values, table, kv, selected[r])
 				for i := range res {
 					res[i] = o.round(res[i] * sigmoid(qg[w.HeadDim+i]))
 				}
@@ -191,7 +207,6 @@ func (o *oracle) blockKey(dst, raw, kn []float64, w *backend.QSAWeights, positio
 	}
 	norm(dst, mean, kn, w.Eps)
 	rotate(dst, w.Rotary, [3]int32{int32(position[0]), int32(position[1]), int32(position[2])})
-	o.roundAll(dst)
 }
 
 // choose returns the tokens a row attends to, ascending. score of block b = sum over heads of relu(q·key_b) / sqrt(IndexDim).
@@ -216,14 +231,14 @@ func (o *oracle) choose(p *pass[float64], op backend.QSA, row row, index, iqn []
 		}
 		if blocks > w.Blocks {
 			score := make([]float64, blocks)
-			keys := p.state(op.IndexKeys, row)
+			keys, table := p.m.planes[op.IndexKeys], p.table(row)
 			q := make([]float64, w.IndexDim)
 			for h := range w.IndexHeads {
 				norm(q, index[h*w.IndexDim:(h+1)*w.IndexDim], iqn, w.Eps)
 				rotate(q, w.Rotary, row.position)
 				o.roundAll(q)
 				for b := range score {
-					score[b] += max(0, dot(q, keys[b*w.IndexDim:(b+1)*w.IndexDim])) / math.Sqrt(float64(w.IndexDim))
+					score[b] += max(0, dot(q, keys.row(table, b))) / math.Sqrt(float64(w.IndexDim))
 				}
 			}
 			slices.SortStableFunc(keep, func(a, b int) int { return cmp.Compare(score[b], score[a]) })
@@ -252,20 +267,20 @@ func (o *oracle) choose(p *pass[float64], op backend.QSA, row row, index, iqn []
 	return tokens, nil
 }
 
-// attend is soft-max attention of one query over the given tokens; planes have stride values a token.
-func attend(dst, q, keys, values []float64, stride int, tokens []int) {
+// attend is soft-max attention of one query over the given tokens; the head's values are those from first on.
+func attend(dst, q []float64, keys, values *plane[float64], table []int32, first int, tokens []int) {
 	scale := 1 / math.Sqrt(float64(len(q)))
 	score := make([]float64, len(tokens))
 	most := math.Inf(-1)
 	for i, t := range tokens {
-		score[i] = dot(q, keys[t*stride:][:len(q)]) * scale
+		score[i] = dot(q, keys.row(table, t)[first:][:len(q)]) * scale
 		most = max(most, score[i])
 	}
 	var sum float64
 	for i, t := range tokens {
 		e := math.Exp(score[i] - most)
 		sum += e
-		for c, v := range values[t*stride:][:len(q)] {
+		for c, v := range values.row(table, t)[first:][:len(q)] {
 			dst[c] += e * v
 		}
 	}

@@ -304,3 +304,18 @@ func deltaFoldAVX2(s *float32, k *float32, d *float32, rows int, cols int, decay
 //
 //go:noescape
 func weighRowsAVX2(dst *float32, p *float32, v *float32, stride int, rows int, n int)
+
+// expandBF16AVX2: dst = src, exact.
+//
+//go:noescape
+func expandBF16AVX2(dst *float32, src *uint16, n int)
+
+// shrinkBF16AVX2: dst = src, ties to even; NaN stays NaN.
+//
+//go:noescape
+func shrinkBF16AVX2(dst *uint16, src *float32, n int)
+
+// expandFP8AVX2: dst = scale * src. The bits of a word stand for 2^-120 of its value.
+//
+//go:noescape
+func expandFP8AVX2(dst *float32, src *byte, n int, scale *float32)

@@ -6271,3 +6271,134 @@ row:
 	JNE          strip
 	VZEROUPPER
 	RET
+
+DATA bf16One<>+0(SB)/4, $0x00000001
+DATA bf16One<>+4(SB)/4, $0x00000001
+DATA bf16One<>+8(SB)/4, $0x00000001
+DATA bf16One<>+12(SB)/4, $0x00000001
+DATA bf16One<>+16(SB)/4, $0x00000001
+DATA bf16One<>+20(SB)/4, $0x00000001
+DATA bf16One<>+24(SB)/4, $0x00000001
+DATA bf16One<>+28(SB)/4, $0x00000001
+GLOBL bf16One<>(SB), RODATA|NOPTR, $32
+
+DATA bf16Half<>+0(SB)/4, $0x00007fff
+DATA bf16Half<>+4(SB)/4, $0x00007fff
+DATA bf16Half<>+8(SB)/4, $0x00007fff
+DATA bf16Half<>+12(SB)/4, $0x00007fff
+DATA bf16Half<>+16(SB)/4, $0x00007fff
+DATA bf16Half<>+20(SB)/4, $0x00007fff
+DATA bf16Half<>+24(SB)/4, $0x00007fff
+DATA bf16Half<>+28(SB)/4, $0x00007fff
+GLOBL bf16Half<>(SB), RODATA|NOPTR, $32
+
+DATA bf16Quiet<>+0(SB)/4, $0x00000040
+DATA bf16Quiet<>+4(SB)/4, $0x00000040
+DATA bf16Quiet<>+8(SB)/4, $0x00000040
+DATA bf16Quiet<>+12(SB)/4, $0x00000040
+DATA bf16Quiet<>+16(SB)/4, $0x00000040
+DATA bf16Quiet<>+20(SB)/4, $0x00000040
+DATA bf16Quiet<>+24(SB)/4, $0x00000040
+DATA bf16Quiet<>+28(SB)/4, $0x00000040
+GLOBL bf16Quiet<>(SB), RODATA|NOPTR, $32
+
+DATA fp8Sign<>+0(SB)/4, $0x00000080
+DATA fp8Sign<>+4(SB)/4, $0x00000080
+DATA fp8Sign<>+8(SB)/4, $0x00000080
+DATA fp8Sign<>+12(SB)/4, $0x00000080
+DATA fp8Sign<>+16(SB)/4, $0x00000080
+DATA fp8Sign<>+20(SB)/4, $0x00000080
+DATA fp8Sign<>+24(SB)/4, $0x00000080
+DATA fp8Sign<>+28(SB)/4, $0x00000080
+GLOBL fp8Sign<>(SB), RODATA|NOPTR, $32
+
+DATA fp8Magnitude<>+0(SB)/4, $0x0000007f
+DATA fp8Magnitude<>+4(SB)/4, $0x0000007f
+DATA fp8Magnitude<>+8(SB)/4, $0x0000007f
+DATA fp8Magnitude<>+12(SB)/4, $0x0000007f
+DATA fp8Magnitude<>+16(SB)/4, $0x0000007f
+DATA fp8Magnitude<>+20(SB)/4, $0x0000007f
+DATA fp8Magnitude<>+24(SB)/4, $0x0000007f
+DATA fp8Magnitude<>+28(SB)/4, $0x0000007f
+GLOBL fp8Magnitude<>(SB), RODATA|NOPTR, $32
+
+DATA fp8Up<>+0(SB)/4, $0x7b800000
+DATA fp8Up<>+4(SB)/4, $0x7b800000
+DATA fp8Up<>+8(SB)/4, $0x7b800000
+DATA fp8Up<>+12(SB)/4, $0x7b800000
+DATA fp8Up<>+16(SB)/4, $0x7b800000
+DATA fp8Up<>+20(SB)/4, $0x7b800000
+DATA fp8Up<>+24(SB)/4, $0x7b800000
+DATA fp8Up<>+28(SB)/4, $0x7b800000
+GLOBL fp8Up<>(SB), RODATA|NOPTR, $32
+
+// func expandBF16AVX2(dst *float32, src *uint16, n int)
+// Requires: AVX, AVX2
+TEXT ·expandBF16AVX2(SB), NOSPLIT, $0-24
+	MOVQ dst+0(FP), AX
+	MOVQ src+8(FP), CX
+	MOVQ n+16(FP), DX
+	XORQ BX, BX
+
+loop:
+	VPMOVZXWD (CX)(BX*2), Y0
+	VPSLLD    $0x10, Y0, Y0
+	VMOVDQU   Y0, (AX)(BX*4)
+	ADDQ      $0x08, BX
+	CMPQ      BX, DX
+	JNE       loop
+	VZEROUPPER
+	RET
+
+// func shrinkBF16AVX2(dst *uint16, src *float32, n int)
+// Requires: AVX, AVX2
+TEXT ·shrinkBF16AVX2(SB), NOSPLIT, $0-24
+	MOVQ dst+0(FP), AX
+	MOVQ src+8(FP), CX
+	MOVQ n+16(FP), DX
+	XORQ BX, BX
+
+loop:
+	VMOVDQU      (CX)(BX*4), Y0
+	VCMPPS       $0x03, Y0, Y0, Y2
+	VPSRLD       $0x10, Y0, Y1
+	VPOR         bf16Quiet<>+0(SB), Y1, Y3
+	VPAND        bf16One<>+0(SB), Y1, Y1
+	VPADDD       bf16Half<>+0(SB), Y1, Y1
+	VPADDD       Y0, Y1, Y1
+	VPSRLD       $0x10, Y1, Y1
+	VPBLENDVB    Y2, Y3, Y1, Y1
+	VEXTRACTI128 $0x01, Y1, X0
+	VPACKUSDW    X0, X1, X0
+	VMOVDQU      X0, (AX)(BX*2)
+	ADDQ         $0x08, BX
+	CMPQ         BX, DX
+	JNE          loop
+	VZEROUPPER
+	RET
+
+// func expandFP8AVX2(dst *float32, src *byte, n int, scale *float32)
+// Requires: AVX, AVX2
+TEXT ·expandFP8AVX2(SB), NOSPLIT, $0-32
+	MOVQ         dst+0(FP), AX
+	MOVQ         src+8(FP), CX
+	MOVQ         n+16(FP), DX
+	MOVQ         scale+24(FP), BX
+	VBROADCASTSS (BX), Y0
+	XORQ         BX, BX
+
+loop:
+	VPMOVZXBD (CX)(BX*1), Y1
+	VPAND     fp8Sign<>+0(SB), Y1, Y2
+	VPAND     fp8Magnitude<>+0(SB), Y1, Y1
+	VPSLLD    $0x18, Y2, Y2
+	VPSLLD    $0x14, Y1, Y1
+	VPOR      Y2, Y1, Y1
+	VMULPS    fp8Up<>+0(SB), Y1, Y1
+	VMULPS    Y0, Y1, Y1
+	VMOVUPS   Y1, (AX)(BX*4)
+	ADDQ      $0x08, BX
+	CMPQ      BX, DX
+	JNE       loop
+	VZEROUPPER
+	RET

@@ -250,6 +250,39 @@ func (l Level) weighRows(dst, p, v []float32, stride int) {
 	}
 }
 
+// expandBF16: dst = src, as many as dst has.
+func (l Level) expandBF16(dst []float32, src []uint16) {
+	n := 0
+	if src = src[:len(dst)]; l >= AVX2 {
+		if n = len(dst) &^ 7; n > 0 {
+			expandBF16AVX2(&dst[0], &src[0], n)
+		}
+	}
+	plainExpandBF16(dst[n:], src[n:])
+}
+
+// shrinkBF16: dst = src, ties to even, as many as dst has.
+func (l Level) shrinkBF16(dst []uint16, src []float32) {
+	n := 0
+	if src = src[:len(dst)]; l >= AVX2 {
+		if n = len(dst) &^ 7; n > 0 {
+			shrinkBF16AVX2(&dst[0], &src[0], n)
+		}
+	}
+	plainShrinkBF16(dst[n:], src[n:])
+}
+
+// expandFP8: dst = scale * src, as many as dst has. Words are not NaN.
+func (l Level) expandFP8(dst []float32, src []byte, scale float32) {
+	n := 0
+	if src = src[:len(dst)]; l >= AVX2 {
+		if n = len(dst) &^ 7; n > 0 {
+			expandFP8AVX2(&dst[0], &src[0], n, &scale)
+		}
+	}
+	plainExpandFP8(dst[n:], src[n:], scale)
+}
+
 // relax is called in waiting loops.
 func relax() { pause() }
 

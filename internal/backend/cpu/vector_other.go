@@ -16,6 +16,10 @@ func (Level) deltaFold(s, k, d []float32, a float32)    { plainDeltaFold(s, k, d
 func (Level) deltaWrite(out, s, k, q, d []float32, a float32) { plainDeltaWrite(out, s, k, q, d, a) }
 func (Level) weighRows(dst, p, v []float32, stride int)       { plainWeighRows(dst, p, v, stride) }
 
+func (Level) expandBF16(dst []float32, src []uint16)             { plainExpandBF16(dst, src) }
+func (Level) shrinkBF16(dst []uint16, src []float32)             { plainShrinkBF16(dst, src) }
+func (Level) expandFP8(dst []float32, src []byte, scale float32) { plainExpandFP8(dst, src, scale) }
+
 func (Level) mul(dst, x, y []float32) {
 	for i := range dst {
 		dst[i] = x[i] * y[i]

@@ -3,6 +3,8 @@ package cpu
 import (
 	"encoding/binary"
 	"math"
+
+	"ninfer/internal/num"
 )
 
 // The element-wise operations in plain Go, for processors without the generated ones. Each is one function without special cases for
@@ -104,6 +106,24 @@ func plainDeltaFold(s, k, d []float32, decay float32) {
 func plainWeighRows(dst, p, v []float32, stride int) {
 	for i, w := range p {
 		plainAxpy(dst, v[i*stride:], w)
+	}
+}
+
+func plainExpandBF16(dst []float32, src []uint16) {
+	for i := range dst {
+		dst[i] = num.FromBF16(src[i])
+	}
+}
+
+func plainShrinkBF16(dst []uint16, src []float32) {
+	for i := range dst {
+		dst[i] = num.ToBF16(src[i])
+	}
+}
+
+func plainExpandFP8(dst []float32, src []byte, scale float32) {
+	for i := range dst {
+		dst[i] = scale * num.FromE4M3(src[i])
 	}
 }
 

@@ -280,7 +280,7 @@ func (m *Model) declare() {
 	})
 	for i, c := range []backend.Clock{backend.Target, backend.Drafter} {
 		per := func(name string, store backend.Store, width int) backend.StateID {
-			return add(backend.State{Name: fmt.Sprint(name, " ", i), Kind: backend.PerToken, Clock: c, Store: store, Width: width})
+			return add(backend.State{Name: fmt.Sprint(name, " ", i), Kind: backend.PerToken, Clock: c, Store: store, Width: width, Group: s.HeadDim})
 		}
 		m.planes[i] = backend.QSA{
 			Layer: i, W: m.qsa[i],
