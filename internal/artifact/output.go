@@ -9,6 +9,8 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+
+	"ninfer/internal/direct"
 )
 
 // output is the set of files that a Writer fills and publishes. While it is
@@ -31,8 +33,18 @@ type outFile struct {
 	start    int64 // first payload byte in the file
 	base     int64 // logical payload offset of that byte
 	file     *os.File
-	made     bool // the temporary exists and is ours
-	official bool // the final name exists and is ours
+	direct   *direct.File // nil where the system or the file system has no such thing
+	made     bool         // the temporary exists and is ours
+	official bool         // the final name exists and is ours
+}
+
+func (f *outFile) close() error {
+	err := f.direct.Close()
+	if err2 := f.file.Close(); err == nil {
+		err = err2
+	}
+	f.file, f.direct = nil, nil
+	return err
 }
 
 func (o *output) path(name string) string { return filepath.Join(o.dir, name) }
@@ -109,6 +121,7 @@ func (o *output) createTemporaries() error {
 			return fmt.Errorf("artifact: %w", err)
 		}
 		f.made = true
+		f.direct = direct.OpenWrite(o.path(f.temp))
 	}
 	for i := range o.files {
 		f := &o.files[i]
@@ -170,15 +183,36 @@ func (o *output) pieces(off, n int64, each func(i int, at, n int64) error) error
 // writebackBytes is from which size on a write is sent to the disk at once.
 const writebackBytes = 1 << 20
 
+// writePayload writes the pages that are p's alone directly, where that is
+// possible, and the rest through the page cache. Both ways never meet in a
+// page at the same time.
 func (o *output) writePayload(off int64, p []byte) error {
 	return o.pieces(off, int64(len(p)), func(i int, at, n int64) error {
-		err := o.writeFile(i, p[:n], at)
-		if err == nil && n >= writebackBytes {
-			beginWriteback(o.files[i].file, at, n)
-		}
+		q := p[:n]
 		p = p[n:]
-		return err
+		if begin, end := o.files[i].direct.Span(at, n); begin < end {
+			if err := o.writeCached(i, q[:begin-at], at); err != nil {
+				return err
+			}
+			q = q[begin-at:]
+			at = begin + int64(o.files[i].direct.WriteAt(o.hooks.writeAt, q[:end-begin], begin))
+			q = q[at-begin:]
+		}
+		return o.writeCached(i, q, at)
 	})
+}
+
+func (o *output) writeCached(i int, p []byte, at int64) error {
+	if len(p) == 0 {
+		return nil
+	}
+	if err := o.writeFile(i, p, at); err != nil {
+		return err
+	}
+	if len(p) >= writebackBytes {
+		beginWriteback(o.files[i].file, at, int64(len(p)))
+	}
+	return nil
 }
 
 func (o *output) readPayload(off int64, p []byte) error {
@@ -205,8 +239,7 @@ func (o *output) publish(id [16]byte) error {
 			return fmt.Errorf("artifact: %s has %d bytes instead of %d: something else changed it", o.path(f.name), info.Size(), f.length)
 		}
 		stamps[i] = info.ModTime().UnixNano()
-		err = f.file.Close()
-		f.file = nil
+		err = f.close()
 		if err != nil {
 			return fmt.Errorf("artifact: %s: %w", o.path(f.name), cause(err))
 		}
@@ -309,8 +342,7 @@ func (o *output) discard() error {
 	}
 	for i := range o.files {
 		if f := &o.files[i]; f.file != nil {
-			keep(f.file.Close())
-			f.file = nil
+			keep(f.close())
 		}
 	}
 	for i := range slices.Backward(o.files) {

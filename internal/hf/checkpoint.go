@@ -14,6 +14,7 @@ import (
 	"strings"
 	"sync"
 
+	"ninfer/internal/direct"
 	"ninfer/internal/mmap"
 )
 
@@ -39,6 +40,7 @@ type Checkpoint struct {
 type shard struct {
 	name string
 	file *os.File
+	long *direct.File // for long reads; nil where there is no such thing
 	mem  *mmap.File
 	data int64 // offset of the byte after the header
 }
@@ -65,14 +67,15 @@ type Tensor struct {
 // Size is the number of bytes of the tensor.
 func (t Tensor) Size() int64 { return int64(len(t.Data)) }
 
-// ReadAt fills p with the tensor's bytes from off on, through the file: see the package comment. A range outside the tensor is an
+// ReadAt fills p with the tensor's bytes from off on, through the file and, if they are many, past the page cache. A range outside the tensor is an
 // error, as is a file that has become shorter.
 func (t Tensor) ReadAt(p []byte, off int64) (int, error) {
 	if off < 0 || off > t.Size() || int64(len(p)) > t.Size()-off {
 		return 0, fmt.Errorf("%s: tensor %q: %d bytes at %d are outside its %d", t.File, t.Name, len(p), off, t.Size())
 	}
-	n, err := t.shard.file.ReadAt(p, t.off+off)
-	if n == len(p) {
+	n := t.shard.long.ReadAt(p, t.off+off)
+	k, err := t.shard.file.ReadAt(p[n:], t.off+off+int64(n))
+	if n += k; n == len(p) {
 		return n, nil
 	}
 	if err == io.EOF {
@@ -254,6 +257,7 @@ func (c *Checkpoint) openShard(i int) error {
 	if s.file, err = os.Open(path); err != nil {
 		return err
 	}
+	s.long = direct.OpenRead(path)
 	raw := s.mem.Bytes()
 	if len(raw) < 8 {
 		return fmt.Errorf("%d bytes are too short for a safetensors file", len(raw))
@@ -302,7 +306,8 @@ func (c *Checkpoint) Close() error {
 		if s.file != nil {
 			errs = append(errs, s.file.Close())
 		}
-		s.mem, s.file = nil, nil
+		errs = append(errs, s.long.Close())
+		s.mem, s.file, s.long = nil, nil, nil
 	}
 	return errors.Join(errs...)
 }

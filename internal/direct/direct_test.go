@@ -1,0 +1,150 @@
+package direct_test
+
+import (
+	"bytes"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"sync"
+	"syscall"
+	"testing"
+
+	"ninfer/internal/direct"
+)
+
+// fresh is a file of n bytes and a direct handle of it; tests skip where there is no such thing.
+func fresh(t *testing.T, data []byte, open func(string) *direct.File) (*os.File, *direct.File) {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "f")
+	if err := os.WriteFile(path, data, 0o666); err != nil {
+		t.Fatal(err)
+	}
+	f, err := os.OpenFile(path, os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	d := open(path)
+	t.Cleanup(func() {
+		f.Close()
+		d.Close()
+	})
+	if d == nil {
+		t.Skipf("no direct transfers in %s", path)
+	}
+	return f, d
+}
+
+func noise(n int) []byte {
+	r := rand.New(rand.NewPCG(1, uint64(n)))
+	p := make([]byte, n)
+	for i := range p {
+		p[i] = byte(r.Uint32())
+	}
+	return p
+}
+
+// write is what a caller does.
+func write(f *os.File, d *direct.File, p []byte, off int64) error {
+	begin, end := d.Span(off, int64(len(p)))
+	at := begin
+	if begin < end {
+		at += int64(d.WriteAt((*os.File).WriteAt, p[begin-off:end-off], begin))
+	}
+	if _, err := f.WriteAt(p[:begin-off], off); err != nil {
+		return err
+	}
+	_, err := f.WriteAt(p[at-off:], at)
+	return err
+}
+
+// TestWrite writes a file in runs of all alignments, side by side, and reads it back through the ordinary handle.
+func TestWrite(t *testing.T) {
+	want := noise(23<<20 + 777)
+	f, d := fresh(t, make([]byte, len(want)), direct.OpenWrite)
+	r := rand.New(rand.NewPCG(3, 4))
+	var wg sync.WaitGroup
+	taken := 0
+	for at := 0; at < len(want); {
+		n := min(1+r.IntN(6<<20), len(want)-at)
+		if begin, end := d.Span(int64(at), int64(n)); begin < end {
+			taken += int(end - begin)
+		}
+		p, off := want[at:at+n], int64(at)
+		wg.Go(func() {
+			if err := write(f, d, p, off); err != nil {
+				t.Error(err)
+			}
+		})
+		at += n
+	}
+	wg.Wait()
+	got, err := os.ReadFile(f.Name())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !bytes.Equal(got, want) {
+		t.Error("other bytes than were written")
+	}
+	if taken < len(want)/2 {
+		t.Errorf("only %d of %d bytes went the direct way", taken, len(want))
+	}
+}
+
+// TestRead reads runs of all alignments, also across the end.
+func TestRead(t *testing.T) {
+	want := noise(9<<20 + 4097)
+	_, d := fresh(t, want, direct.OpenRead)
+	r := rand.New(rand.NewPCG(5, 6))
+	for range 50 {
+		off := r.IntN(len(want))
+		p := make([]byte, 200_000+r.IntN(len(want)))
+		n := d.ReadAt(p, int64(off))
+		if need := min(len(p), len(want)-off); n != need {
+			t.Fatalf("%d bytes at %d: got %d, need %d", len(p), off, n, need)
+		}
+		if !bytes.Equal(p[:n], want[off:off+n]) {
+			t.Fatalf("%d bytes at %d: other bytes", len(p), off)
+		}
+	}
+	if n := d.ReadAt(make([]byte, 1<<20), int64(len(want))+5000); n != 0 {
+		t.Errorf("%d bytes beyond the end", n)
+	}
+	if n := d.ReadAt(make([]byte, 1000), 0); n != 0 {
+		t.Error("a short read went the direct way")
+	}
+}
+
+// TestRefused is a file system that takes the flag and then refuses: nothing is lost, and it is not asked again.
+func TestRefused(t *testing.T) {
+	_, d := fresh(t, make([]byte, 16<<20), direct.OpenWrite)
+	calls := 0
+	n := d.WriteAt(func(f *os.File, p []byte, off int64) (int, error) {
+		if calls++; calls == 2 {
+			return 512, syscall.EINVAL
+		}
+		return f.WriteAt(p, off)
+	}, make([]byte, 12<<20), 0)
+	if n != 4<<20 || calls != 2 {
+		t.Errorf("%d bytes in %d calls, need the %d before the refusal", n, calls, 4<<20)
+	}
+	if begin, end := d.Span(0, 8<<20); begin < end {
+		t.Error("asked again after a refusal")
+	}
+}
+
+// TestNil: a nil File takes nothing.
+func TestNil(t *testing.T) {
+	var d *direct.File
+	if begin, end := d.Span(100, 1<<30); begin != 100 || end != 100 {
+		t.Errorf("a nil file takes [%d,%d)", begin, end)
+	}
+	if n := d.ReadAt(make([]byte, 1<<20), 0); n != 0 {
+		t.Errorf("a nil file reads %d bytes", n)
+	}
+	if err := d.Close(); err != nil {
+		t.Error(err)
+	}
+	if d := direct.OpenRead(filepath.Join(t.TempDir(), "absent")); d != nil {
+		t.Error("an absent file is open")
+	}
+}
