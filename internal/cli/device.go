@@ -25,6 +25,10 @@ func (f *modelFlags) open(e *environment, m *model.Model, lanes int) (backend.De
 			States: m.States, Lanes: lanes, Tokens: f.MaxContext, Verify: f.round(), Carry: chunk + f.round(), Ordinal: ordinal, NoGraph: f.NoCUDAGraph,
 		})
 		if err == nil {
+			if err := f.gpuStores(); err != nil {
+				d.Close()
+				return nil, 0, err
+			}
 			f.milestone(e, "running on %s: prompts go through the kernels of decoding, which is slow", d.Name())
 			return d, chunk, nil
 		}
@@ -33,7 +37,28 @@ func (f *modelFlags) open(e *environment, m *model.Model, lanes int) (backend.De
 		}
 		f.milestone(e, "no usable GPU, running on the CPU: %v", err)
 	}
-	return cpu.NewFast(cpu.Options{States: m.States, Lanes: lanes, Tokens: f.MaxContext, Verify: f.round(), Carry: f.carry()}), f.chunk(), nil
+	return cpu.NewFast(cpu.Options{
+		States: m.States, Lanes: lanes, Tokens: f.MaxContext, Verify: f.round(), Carry: f.carry(), KV: f.cache(), BF16State: f.GDNStateDtype == "bf16",
+	}), f.chunk(), nil
+}
+
+// cache is what keys and values are kept in.
+func (f *modelFlags) cache() backend.Cache {
+	if f.KVDtype == "fp8" {
+		return backend.CacheFP8
+	}
+	return backend.CacheBF16
+}
+
+// gpuStores refuses formats that the GPU backend does not keep sequences in.
+func (f *modelFlags) gpuStores() error {
+	switch {
+	case f.KVDtype == "fp8":
+		return usagef("--kv-dtype fp8: the GPU backend of this build has no such cache; use bf16, or --device cpu")
+	case f.GDNStateDtype == "bf16":
+		return usagef("--gdn-state-dtype bf16: the GPU backend of this build has no such state; use fp32, or --device cpu")
+	}
+	return nil
 }
 
 // milestone says a step of the start, which --log-level warning and above leave out.

@@ -38,12 +38,8 @@ func (f *modelFlags) check(lanes int) error {
 		return usagef("--prefill-chunk is %d, need a positive multiple of 128", f.PrefillChunk)
 	case f.KVDtype != "bf16" && f.KVDtype != "fp8":
 		return usagef("--kv-dtype %s: this model has bf16 and fp8", f.KVDtype)
-	case f.KVDtype == "fp8":
-		return usagef("--kv-dtype fp8: this build has no such cache; use bf16")
 	case f.GDNStateDtype != "fp32" && f.GDNStateDtype != "bf16":
 		return usagef("--gdn-state-dtype %s: need fp32 or bf16", f.GDNStateDtype)
-	case f.GDNStateDtype == "bf16":
-		return usagef("--gdn-state-dtype bf16: this build has no such state; use fp32")
 	case f.Spec == "dflash" || f.Spec == "dflash2":
 		return usagef("--spec %s: not available for this model; use mtp", f.Spec)
 	case f.Spec != "" && f.Spec != "mtp":
