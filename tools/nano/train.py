@@ -1,0 +1,255 @@
+"""Trains nano against the clock.
+
+usage: python train.py --out DIR --seconds N [--resume CHECKPOINT] [--export-every S] [--workers W]
+
+One run of N seconds is warm-up, a long stage, and a decay over the last part. The last third is done on the grid of the stored formats
+and with more documentation. DIR gets log.txt lines on stdout, state.pt (exact weights and optimisers) and, at every export, checkpoint/.
+--resume starts from a checkpoint's weights, or goes on from state.pt in DIR if there is one.
+"""
+import argparse, json, math, os, random, shutil, threading, time, queue as queues, traceback
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import config, data, export, model, optim
+
+ROWS, LENGTH = 16, 2048
+PEAK = 3e-3
+
+
+@torch.no_grad()
+def initialise(nano, seed=7):
+    g = torch.Generator(device="cuda").manual_seed(seed)
+    def normal(p, s):
+        p.copy_(torch.randn(p.shape, generator=g, device="cuda") * s)
+    for n, p in nano.named_parameters():
+        if ".visual." in n:
+            continue
+        fan = p.shape[-1]
+        if n.endswith("A_log"):
+            p.copy_(torch.log(torch.linspace(1, 4, p.numel(), device="cuda")))
+        elif n.endswith("dt_bias"):
+            dt = torch.exp(torch.linspace(math.log(0.002), math.log(0.1), p.numel(), device="cuda"))
+            p.copy_(dt + torch.log(-torch.expm1(-dt)))                  # softplus(dt_bias) = dt: memories of different length
+        elif "embed_tokens" in n:
+            normal(p, 0.5); p[config.EOT] = 0
+        elif "lm_head" in n or "gate.weight" in n or "block_inject" in n or "in_proj_a" in n or "in_proj_b" in n:
+            normal(p, 0.02)
+        elif "ngram_embedding" in n:
+            normal(p, 0.3)
+        elif n.endswith("conv1d.weight"):
+            if ".ple." in n:
+                p.zero_()
+            else:
+                normal(p, 0.2); p[..., -1] += 0.5
+        elif "input_mix_weight_up" in n:
+            normal(p, 0.1)
+        elif p.dim() >= 2:
+            normal(p, (0.5 if any(x in n for x in ("o_proj", "out_proj", "down_proj")) else 1.0) * fan ** -0.5)
+
+
+def loader(stream, out, stop):
+    while not stop.is_set():
+        b = stream.next()
+        out.put([torch.from_numpy(np.ascontiguousarray(x)).pin_memory() for x in b])
+
+
+def to_gpu(b):
+    ids, weight, doc, kind = (x.to("cuda", non_blocking=True) for x in b)
+    return ids.long(), weight, doc.long(), kind.long()
+
+
+def losses(nano, ids, weight, doc, kind):
+    """main and drafting loss of a batch, balance loss, and sums for the report [kinds, 4]: answer tokens, loss, right, drafted right"""
+    ctx = nano.context(ids, doc)
+    X, balance = nano.trunk(ids, ctx)
+    follows = F.pad((doc[:, 1:] == doc[:, :-1]) & (doc[:, 1:] >= 0), (0, 1))
+    nxt = F.pad(ids[:, 1:], (0, 1), value=config.EOT)
+    w1 = F.pad(weight[:, 1:], (0, 1)).float() / 64 * follows
+    per, right = nano.head_loss(X, nxt, w1, 0)
+    main = per.sum() / w1.sum()
+    Y, more = nano.mtp_block[0](nano.stem(X, nxt), *ctx)
+    nxt2 = F.pad(ids[:, 2:], (0, 2), value=config.EOT)
+    w2 = F.pad(weight[:, 2:], (0, 2)).float() / 64 * follows * F.pad(follows[:, 1:], (0, 1))
+    per2, right2 = nano.head_loss(Y, nxt2, w2, 1)
+    draft = per2.sum() / w2.sum()
+    with torch.no_grad():
+        a = (w1 == 1).float(); a2 = (w2 == 1).float()
+        k = kind.flatten()
+        sums = torch.zeros(len(data.KINDS), 4, device="cuda")
+        sums.index_add_(0, k, torch.stack([a, per * a, right * a, right2 * a2], -1).flatten(0, 1).float())
+    return main, draft, balance + more, sums
+
+
+@torch.no_grad()
+def probes(nano, ids, doc):
+    """inputs of the attention layers (main and drafting) for some rows, without gradients"""
+    ctx = nano.context(ids, doc)
+    X = nano.text.embed_tokens(ids).float().unsqueeze(2).expand(-1, -1, model.S, -1).contiguous()
+    out = []
+    for b in nano.blocks:
+        if not b.linear:
+            out.append((b.layer.self_attn, model.mix(b.layer.attn_hyper_connection, X)[0]))
+        X, _ = b.forward(X, *ctx)
+    nxt = F.pad(ids[:, 1:], (0, 1), value=config.EOT)
+    b = nano.mtp_block[0]
+    out.append((b.layer.self_attn, model.mix(b.layer.attn_hyper_connection, nano.stem(X, nxt))[0]))
+    return out, ctx
+
+
+def distill_loss(m, x, ctx, picks):
+    """the indexer m.indexer learns to score blocks of four keys as the attention of all heads weighs them; picks: query positions"""
+    doc, cos, sin = ctx[0], ctx[3], ctx[4]
+    B, T, _ = x.shape
+    R, I = config.TEXT["indexer_compress_ratio"], config.TEXT["indexer_head_dim"]
+    with torch.no_grad():
+        q, k, _, _ = model.qkv_of(m, x, cos, sin)
+        q = q[:, picks].float(); k = k.float().repeat_interleave(q.shape[2] // k.shape[2], 2)
+        s = torch.einsum("bqhd,bkhd->bhqk", q, k) * m.head_dim ** -0.5
+        ok = (doc[:, picks, None] == doc[:, None, :]) & (torch.arange(T, device=x.device)[None, :] <= picks[:, None])
+        a = s.masked_fill(~ok[:, None], float("-inf")).softmax(-1).mean(1)
+        target = a.view(B, len(picks), T // R, R).sum(-1)
+        last = (torch.arange(T // R, device=x.device) * R + R - 1)[None, :] <= picks[:, None]
+        use = ok.view(B, len(picks), T // R, R).all(-1) & last
+        target = target * use
+        target = target / target.sum(-1, keepdim=True).clamp_min(1e-6)
+    ix = m.indexer
+    qk = F.linear(x, ix.index_qk_proj.weight)
+    n = config.TEXT["indexer_n_heads"]
+    qi = model.rotate(model.rms(qk[..., :n * I].unflatten(-1, (n, I)), ix.q_layernorm.weight), cos, sin)[:, picks]
+    ki = qk[..., n * I:].float().view(B, T // R, R, I).mean(2, keepdim=True)
+    ki = model.rotate(model.rms(ki, ix.k_layernorm.weight), cos[::R], sin[::R])[:, :, 0]
+    score = torch.relu(torch.einsum("bqhd,bkd->bhqk", qi, ki)).sum(1) / math.sqrt(I)
+    logp = score.masked_fill(~use, -1e4).log_softmax(-1)
+    return -(target * logp).sum(-1).mean()
+
+
+def schedule(f):
+    """learning rate against the finished fraction of the run"""
+    if f < 0.01:
+        return f / 0.01
+    if f < 0.5:
+        return 1.0
+    return max(0.02, (1 - f) / 0.5)
+
+
+def main():
+    ap = argparse.ArgumentParser()
+    ap.add_argument("--out", required=True); ap.add_argument("--seconds", type=float, required=True); ap.add_argument("--resume"); ap.add_argument("--seed", type=int, default=1)
+    ap.add_argument("--export-every", type=float, default=240); ap.add_argument("--workers", type=int, default=20); ap.add_argument("--no-compile", action="store_true")
+    ap.add_argument("--peak", type=float, default=PEAK); ap.add_argument("--grid-from", type=float, default=0.66); ap.add_argument("--late-from", type=float, default=0.66)
+    ap.add_argument("--until", type=float, default=0, help="unix time at which to stop, whatever --seconds says")
+    a = ap.parse_args()
+    born = time.time()
+    os.makedirs(a.out, exist_ok=True)
+    ck = a.out + "/checkpoint"
+    say = lambda *x: print(f"[{time.time() - born:7.1f}]", *x, flush=True)
+    if not os.path.exists(ck + "/tokenizer.json"):
+        if a.resume:
+            os.makedirs(ck, exist_ok=True)
+            for f in os.listdir(a.resume):
+                if not f.endswith(".safetensors"):
+                    shutil.copy(f"{a.resume}/{f}", ck)
+        else:
+            export.encoder()
+            with open(a.out + "/corpus_tokenizer.txt", "w") as f:
+                f.write("\n".join(data.corpus()))
+            say("tokenizer ids", export.write_frontend(ck, a.out + "/corpus_tokenizer.txt"))
+    stream = data.Stream(ck + "/tokenizer.json", a.seed, a.workers, ROWS, LENGTH)     # before CUDA starts: the workers are forked
+    torch.manual_seed(a.seed); torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.matmul.allow_tf32 = True
+    nano = model.Nano().cuda()
+    initialise(nano)
+    opt = optim.Both(nano)
+    used = 0.0
+    if os.path.exists(a.out + "/state.pt"):
+        s = torch.load(a.out + "/state.pt", map_location="cuda")
+        with torch.no_grad():
+            for n, p in nano.named_parameters():
+                p.copy_(s["weights"][n])
+        opt.load(s["optim"]); used = s["used"]
+        say("resumed state, seconds used", used)
+    elif a.resume:
+        export.read_checkpoint(nano, a.resume); say("resumed weights of", a.resume)
+    say("parameters", sum(p.numel() for n, p in nano.named_parameters() if ".visual." not in n), "trained", sum(p.numel() for p in opt.trained))
+    if not a.no_compile:
+        nano.compile()
+    grid = export.Grid(nano)
+    ready, stop = queues.Queue(8), threading.Event()
+    threading.Thread(target=loader, args=(stream, ready, stop), daemon=True).start()
+
+    def save(final=False):
+        t = time.time()
+        try:
+            torch.save(dict(weights={n: p.detach() for n, p in nano.named_parameters()}, optim=opt.state(), used=used), a.out + "/state.tmp")
+            os.replace(a.out + "/state.tmp", a.out + "/state.pt")
+            tmp = a.out + "/checkpoint.tmp"
+            shutil.rmtree(tmp, ignore_errors=True); shutil.copytree(ck, tmp)
+            say("export", export.write_checkpoint(nano, tmp), "seconds", round(time.time() - t, 1))
+            old = a.out + "/checkpoint.old"
+            shutil.rmtree(old, ignore_errors=True); os.rename(ck, old); os.rename(tmp, ck)
+        except Exception:
+            traceback.print_exc()
+
+    step, tokens, sums, t0, exported, last = 0, 0, 0, None, time.time(), time.time()
+    begin = time.time()
+    norm = [0.0, 0.0, 0.0]
+    index_loss = None
+    while True:
+        now = time.time()
+        spent = used + (now - begin if t0 is not None else 0)
+        f = min(1.0, spent / a.seconds)
+        if f >= 1 or (a.until and now > a.until):
+            break
+        stream.late.value = int(f >= a.late_from)
+        b = to_gpu(ready.get())
+        on_grid = f >= a.grid_from
+        if on_grid:
+            grid.__enter__()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            m, d, bal, s = losses(nano, *b)
+            loss = m + 0.3 * d + 0.003 * bal
+        loss.backward()
+        if on_grid:
+            grid.__exit__()
+        opt.step(a.peak * schedule(f))
+        if f >= 0.3 and step % 16 == 0:
+            try:
+                ids, _, doc, _ = (x[:4] for x in b)
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    seen, ctx = probes(nano, ids, doc)
+                    picks = torch.randint(64, LENGTH, (192,), device="cuda")
+                    index_loss = sum(distill_loss(at, x, ctx, picks) for at, x in seen) / len(seen)
+                index_loss.backward()
+                opt.distill.step(); opt.distill.zero_grad(set_to_none=True)
+            except Exception:
+                if step % 800 == 0:
+                    traceback.print_exc()
+        sums = sums + s
+        step += 1; tokens += ROWS * LENGTH
+        if step == 3:
+            torch.cuda.synchronize()
+            say("three steps done; memory GB", round(torch.cuda.max_memory_allocated() / 1e9, 1), "loss", float(m))
+            t0 = begin = last = time.time(); tokens = 0; sums = 0
+        if t0 and time.time() - last > 10:
+            x = sums.cpu().tolist(); dt = time.time() - last
+            say(f"step {step} f {f:.3f} tok/s {tokens / dt:,.0f} lr {a.peak * schedule(f):.5f} main {float(m):.3f} draft {float(d):.3f} bal {float(bal):.3f} idx {float(index_loss) if index_loss is not None else 0:.3f} queue {ready.qsize()} grid {int(on_grid)} |",
+                " ".join(f"{k}:{r[1] / max(1, r[0]):.3f}/{r[2] / max(1, r[0]):.3f}/{r[3] / max(1, r[0]):.2f}" for k, r in zip(data.KINDS, x) if r[0]))
+            last = time.time(); tokens = 0; sums = 0
+        if t0 and time.time() - exported > a.export_every:
+            torch.cuda.synchronize()
+            pause = time.time()
+            used_before = used; used = spent
+            save()
+            used = used_before; begin += time.time() - pause
+            exported = last = time.time(); tokens = 0; sums = 0
+    used = min(spent, a.seconds)
+    save(True)
+    stop.set(); stream.stop()
+    open(a.out + "/done", "w").write("1")
+    say("done; steps", step)
+
+
+if __name__ == "__main__":
+    main()
