@@ -148,6 +148,17 @@ func (f *samplingFlags) check() error {
 	return nil
 }
 
+// small makes the defaults those of nano, which is better off without the draws and penalties that suit the real model.
+func (f *samplingFlags) small() {
+	zero := 0.0
+	if f.Temperature == nil {
+		f.Temperature = &zero
+	}
+	if f.PresencePenalty == nil {
+		f.PresencePenalty = &zero
+	}
+}
+
 // front are these options as settings of the text side.
 func (f *samplingFlags) front(context int) front.Options {
 	return front.Options{

@@ -84,6 +84,9 @@ func (c *runCommand) Run(e *environment) error {
 		return err
 	}
 	defer l.close()
+	if c.Artifact == "" {
+		c.small()
+	}
 	if c.ChatTemplate != "" {
 		if err := l.override(c.ChatTemplate); err != nil {
 			return err

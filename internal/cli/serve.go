@@ -220,12 +220,11 @@ func (c *serveCommand) Run(e *environment) error {
 		return err
 	}
 	defer l.close()
-	if c.ModelID == "" && c.Artifact == "" {
-		c.ModelID = "nano"
+	if c.Artifact == "" {
+		c.ModelID = cmp.Or(c.ModelID, "nano")
+		c.small()
 	}
-	if c.ModelID == "" {
-		c.ModelID = l.name()
-	}
+	c.ModelID = cmp.Or(c.ModelID, l.name())
 	journal, closeJournal, err := c.journal(l, key, log, listener.Addr().String())
 	if err != nil {
 		listener.Close()
