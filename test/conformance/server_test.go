@@ -110,9 +110,15 @@ func serve(t *testing.T, f folder, flags ...string) *site {
 	if b, err := exec.Command(program, "convert", "--quiet", "--model", filepath.Join(f.path, "checkpoint"), "--out", out).CombinedOutput(); err != nil {
 		t.Fatalf("convert: %v\n%s", err, b)
 	}
+	return start(t, append([]string{"serve", out, "--port", "0", "--device", "cpu"}, flags...)...)
+}
+
+// start runs the program as a server.
+func start(t *testing.T, args ...string) *site {
+	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
 	t.Cleanup(cancel)
-	s := &site{cmd: exec.CommandContext(ctx, program, append([]string{"serve", out, "--port", "0", "--device", "cpu"}, flags...)...)}
+	s := &site{cmd: exec.CommandContext(ctx, program, args...)}
 	stderr, err := s.cmd.StderrPipe()
 	if err != nil {
 		t.Fatal(err)

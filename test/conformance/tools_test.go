@@ -114,15 +114,16 @@ func TestOpenAITools(t *testing.T) {
 	}
 }
 
-// The npm package, which has ideas of its own about streams and tools.
-func TestOpenAINode(t *testing.T) {
+// npm makes a folder with the packages of node/package.json and a script; it skips the test where there is no Node.
+func npm(t *testing.T, script string) string {
+	t.Helper()
 	for _, name := range []string{"node", "npm"} {
 		if _, err := exec.LookPath(name); err != nil {
 			t.Skip(err)
 		}
 	}
 	dir := t.TempDir()
-	for _, name := range []string{"package.json", "package-lock.json", "openai.mjs"} {
+	for _, name := range []string{"package.json", "package-lock.json", script} {
 		b, err := os.ReadFile(filepath.Join("node", name))
 		if err != nil {
 			t.Fatal(err)
@@ -136,6 +137,12 @@ func TestOpenAINode(t *testing.T) {
 	if out, err := install.CombinedOutput(); err != nil {
 		t.Fatalf("npm ci: %v\n%s", err, out)
 	}
+	return dir
+}
+
+// The npm package, which has ideas of its own about streams and tools.
+func TestOpenAINode(t *testing.T) {
+	dir := npm(t, "openai.mjs")
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()
 	run := exec.CommandContext(ctx, "node", "openai.mjs", act(t).url, serve(t, micro, "--max-context", "256", "--api-key", "right", "--model-id", "tiny").url, "right")
