@@ -17,6 +17,8 @@ type Error struct {
 	Code    string
 	Param   string // the request's field in the spelling of Chat Completions, or empty
 	Message string
+
+	Tokens, Limit int // of CodeContextLength: what the prompt has, and may have
 }
 
 func (e *Error) Error() string { return e.Message }

@@ -378,7 +378,9 @@ func (p *Prepared) limits() error {
 		if req.Prompt != nil {
 			param = "prompt"
 		}
-		return refuse(CodeContextLength, param, "the prompt has %d tokens, the context is limited to %d", len(p.Prompt), f.opt.Context)
+		e := refuse(CodeContextLength, param, "the prompt has %d tokens, the context is limited to %d", len(p.Prompt), f.opt.Context)
+		e.Tokens, e.Limit = len(p.Prompt), f.opt.Context
+		return e
 	}
 	p.MaxNew = f.opt.MaxTokens
 	if req.MaxTokens != nil {

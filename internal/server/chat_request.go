@@ -9,6 +9,9 @@ import (
 	"ninfer/internal/front"
 )
 
+// codeConstrained refuses what would need the output to be held to a form.
+const codeConstrained = "constrained_decoding_not_supported"
+
 // chatRequest is a body of Chat Completions, read and checked.
 type chatRequest struct {
 	front        front.Request
@@ -55,7 +58,7 @@ func (r *chatReader) model() *failure {
 func (r *chatReader) refused() *failure {
 	for name, code := range map[string]string{
 		"web_search_options": "web_search_not_supported", "moderation": "moderation_not_supported",
-		"grammar": "constrained_decoding_not_supported", "structured_outputs": "constrained_decoding_not_supported",
+		"grammar": codeConstrained, "structured_outputs": codeConstrained,
 		"logprob_candidates": "logprobs_not_supported", "logprob_prompt_positions": "logprobs_not_supported",
 	} {
 		if _, ok := r.given(name); ok {
@@ -64,7 +67,7 @@ func (r *chatReader) refused() *failure {
 	}
 	for name := range r.members {
 		if _, ok := r.given(name); ok && strings.HasPrefix(name, "guided_") {
-			return bad("constrained_decoding_not_supported", name, "%s is not supported", name)
+			return bad(codeConstrained, name, "%s is not supported", name)
 		}
 	}
 	if v, err := r.str("verbosity"); err != nil {
@@ -275,7 +278,7 @@ func (r *chatReader) format() *failure {
 	case *kind == "text":
 		return nil
 	case *kind == "json_object", *kind == "json_schema":
-		return bad("constrained_decoding_not_supported", "response_format", "response_format %s is not supported yet; only text is", *kind)
+		return bad(codeConstrained, "response_format", "response_format %s is not supported yet; only text is", *kind)
 	}
 	return bad("invalid_value", "response_format.type", "response_format.type %q is not one of text, json_object, json_schema", *kind)
 }
@@ -315,12 +318,11 @@ func (r *chatReader) tools() *failure {
 	if r.out.front.ReadCalls, err = r.toolChoice(names); err != nil || !r.out.front.ReadCalls {
 		return err
 	}
-	const code = "constrained_decoding_not_supported"
 	switch {
 	case strict != "":
-		return bad(code, strict, "%s is not supported yet: arguments cannot be forced to follow the schema", strict)
+		return bad(codeConstrained, strict, "%s is not supported yet: arguments cannot be forced to follow the schema", strict)
 	case constraints != nil && *constraints == "basic":
-		return bad(code, "tool_constraints", "tool_constraints basic is not supported yet; only auto is")
+		return bad(codeConstrained, "tool_constraints", "tool_constraints basic is not supported yet; only auto is")
 	}
 	return nil
 }
@@ -361,7 +363,6 @@ func tool(raw jsontext.Value, path string) (name string, strict bool, err *failu
 
 // toolChoice says whether the model may make calls of the tools with these names. To be made to is refused.
 func (r *chatReader) toolChoice(names []string) (bool, *failure) {
-	const code = "constrained_decoding_not_supported"
 	v, ok := r.given("tool_choice")
 	if !ok {
 		return len(names) > 0, nil
@@ -381,7 +382,7 @@ func (r *chatReader) toolChoice(names []string) (bool, *failure) {
 		case len(names) == 0:
 			return false, bad("invalid_value", "tool_choice", "tool_choice is required, but there are no tools")
 		}
-		return false, bad(code, "tool_choice", "tool_choice required is not supported yet; only none and auto are")
+		return false, bad(codeConstrained, "tool_choice", "tool_choice required is not supported yet; only none and auto are")
 	case '{':
 	default:
 		return false, wrongType("tool_choice", "a string or an object")
@@ -416,7 +417,7 @@ func (r *chatReader) toolChoice(names []string) (bool, *failure) {
 			return false, bad("invalid_value", "tool_choice.function.name", "tool_choice.function.name is not the name of a declared tool")
 		}
 	}
-	return false, bad(code, "tool_choice", "tool_choice of certain tools is not supported yet; only none and auto are")
+	return false, bad(codeConstrained, "tool_choice", "tool_choice of certain tools is not supported yet; only none and auto are")
 }
 
 // template reads what goes to the template. An option may stand at the top or in chat_template_kwargs; in both it must be the same.

@@ -17,6 +17,8 @@ type failure struct {
 	param   string // empty is null
 	message string
 	retry   bool // worth trying again soon
+
+	tokens, limit int // of a prompt that is too long, where they are known
 }
 
 func (f *failure) Error() string { return f.message }
@@ -97,7 +99,16 @@ type anthropicError struct {
 func (f *failure) anthropicBody(requestID string) anthropicError {
 	b := anthropicError{Type: "error", RequestID: requestID}
 	_, b.Error.Type = f.anthropic()
-	b.Error.Message = f.message
+	switch {
+	case f.limit > 0:
+		// Clients look for these words and numbers to shorten their conversation.
+		b.Error.Message = fmt.Sprintf("prompt is too long: %d tokens > %d maximum", f.tokens, f.limit)
+	case f.status == http.StatusBadRequest:
+		// There is no member for it, and a name is what programs and searches can hold on to.
+		b.Error.Message = f.message + " (" + f.code + ")"
+	default:
+		b.Error.Message = f.message
+	}
 	return b
 }
 
@@ -146,7 +157,9 @@ func failureOf(err error) *failure {
 	case errors.As(err, &known):
 		return known
 	case errors.As(err, &refused):
-		return bad(refused.Code, refused.Param, "%s", refused.Message)
+		f := bad(refused.Code, refused.Param, "%s", refused.Message)
+		f.tokens, f.limit = refused.Tokens, refused.Limit
+		return f
 	case errors.Is(err, engine.ErrPromptTooLong), errors.Is(err, engine.ErrTooLarge):
 		return bad(front.CodeContextLength, "messages", "%v", err)
 	case errors.Is(err, engine.ErrOverloaded):

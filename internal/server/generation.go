@@ -37,6 +37,7 @@ type protocol interface {
 	show(ev *events, items []item) error
 	end(ev *events, out engine.Outcome) error
 	broken(ev *events, f *failure) error
+	silent(ev *events) error // a sign of life, after KeepAlive without an event
 }
 
 // generate serves a route that runs the model. read takes a body apart and says who tells the answer.
@@ -163,7 +164,7 @@ func (g *generation) stream(ctx context.Context, cancel context.CancelFunc, p pr
 			g.conclude(p.name(), out, failed)
 			return
 		case <-silence.C:
-			err = ev.comment("keep-alive")
+			err = p.silent(ev)
 		case <-ctx.Done():
 			err = ctx.Err()
 		}
@@ -174,6 +175,9 @@ func (g *generation) stream(ctx context.Context, cancel context.CancelFunc, p pr
 	out, failed := g.ticket.Outcome() // within one unit of work
 	g.conclude(p.name(), out, failed)
 }
+
+// silent is what all protocols can do.
+func (g *generation) silent(ev *events) error { return ev.comment("keep-alive") }
 
 // told is an answer as a whole.
 type told struct {

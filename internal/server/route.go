@@ -96,6 +96,8 @@ func (s *Server) fixed() map[string]handlers {
 		"/v1/chat/completions/render": post(s.renderChat),
 		"/v1/completions":             post(s.completions),
 		"/v1/completions/render":      post(s.renderCompletion),
+		"/v1/messages":                post(s.messages),
+		"/v1/messages/count_tokens":   post(s.countMessages),
 		"/tokenize":                   post(s.tokenize),
 		"/detokenize":                 post(s.detokenize),
 		"/apply-template":             post(s.applyTemplate),

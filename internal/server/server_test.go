@@ -70,12 +70,15 @@ type script struct {
 	step  chan struct{} // if not nil, one receive for a token
 	err   error         // after the text
 
+	reason engine.Reason // after the text; empty is the limit
+
 	logprobs []engine.Logprob // of the outcome
 
 	mu       sync.Mutex
 	requests []engine.Request
 	running  int
 	said     int // tokens committed in all
+	answered int // tokens of the last request that ended
 }
 
 func (s *script) Generate(ctx context.Context, r engine.Request) (engine.Outcome, error) {
@@ -83,12 +86,14 @@ func (s *script) Generate(ctx context.Context, r engine.Request) (engine.Outcome
 	s.requests = append(s.requests, r)
 	s.running++
 	s.mu.Unlock()
+	var out engine.Outcome
 	defer func() {
 		s.mu.Lock()
 		s.running--
+		s.answered = len(out.IDs)
 		s.mu.Unlock()
 	}()
-	out := engine.Outcome{Logprobs: s.logprobs, Stats: engine.Stats{PromptTokens: len(r.Prompt)}}
+	out = engine.Outcome{Logprobs: s.logprobs, Stats: engine.Stats{PromptTokens: len(r.Prompt)}}
 	r.Progress(0)
 	r.Progress(len(r.Prompt))
 	ids := s.ids
@@ -130,7 +135,9 @@ func (s *script) Generate(ctx context.Context, r engine.Request) (engine.Outcome
 			return out, nil
 		}
 	}
-	out.Reason = engine.Length
+	if out.Reason = s.reason; out.Reason == engine.Continue {
+		out.Reason = engine.Length
+	}
 	return out, s.err
 }
 
@@ -395,8 +402,9 @@ func TestRoutes(t *testing.T) {
 		{"GET", "/", 404, `"code":"not_found"`, [2]string{}},
 		{"GET", "/v1//models", 404, `"code":"not_found"`, [2]string{}},
 		{"POST", "/v1/responses", 404, `"type":"invalid_request_error"`, [2]string{}},
-		{"POST", "/v1/messages", 404, `{"type":"error","error":{"type":"not_found_error",`, [2]string{}},
-		{"POST", "/v1/messages/count_tokens", 404, `"request_id":"req_`, [2]string{}},
+		{"POST", "/v1/messages/batches", 404, `{"type":"error","error":{"type":"not_found_error",`, [2]string{}},
+		{"GET", "/v1/messages/count_tokens", 405, `"request_id":"req_`, [2]string{"Allow", "POST"}},
+		{"GET", "/v1/messages/", 405, `{"type":"error","error":{"type":"invalid_request_error",`, [2]string{"Allow", "POST"}},
 		{"POST", "/health", 405, `"code":"method_not_allowed"`, [2]string{"Allow", "GET, HEAD"}},
 		{"DELETE", "/v1/models/x", 405, `"error":{`, [2]string{"Allow", "GET, HEAD"}},
 		{"GET", "/v1/chat/completions", 405, `"error":{`, [2]string{"Allow", "POST"}},
