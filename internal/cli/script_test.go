@@ -2,12 +2,15 @@ package cli
 
 import (
 	"encoding/json/v2"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 
 	"github.com/rogpeppe/go-internal/testscript"
+
+	"ninfer/internal/nano"
 )
 
 func TestMain(m *testing.M) {
@@ -17,7 +20,7 @@ func TestMain(m *testing.M) {
 	})
 }
 
-// TestScripts runs testdata/*.txtar. $MICRO is the reference checkpoint's folder, $NAME the fixed output name, $RAW the rendered prompt of
+// TestScripts runs testdata/*.txtar. The condition nano holds if the program has a model inside. $MICRO is the reference checkpoint's folder, $NAME the fixed output name, $RAW the rendered prompt of
 // the conversation chat_think, and the file expected what the reference generates for it up to its end token.
 func TestScripts(t *testing.T) {
 	micro, err := filepath.Abs("../../testdata/micro-radixark")
@@ -44,6 +47,13 @@ func TestScripts(t *testing.T) {
 	}
 	testscript.Run(t, testscript.Params{
 		Dir: "testdata",
+		Condition: func(name string) (bool, error) {
+			if name != "nano" {
+				return false, fmt.Errorf("unknown condition %q", name)
+			}
+			_, err := nano.Artifact()
+			return err == nil, nil
+		},
 		Setup: func(e *testscript.Env) error {
 			e.Setenv("MICRO", micro)
 			e.Setenv("RAW", think.Prompt)
