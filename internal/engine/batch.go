@@ -25,6 +25,7 @@ type Batch struct {
 	now      func() time.Time
 	sums     Activity // its sums only
 	ledger   ledger
+	left     []int // lanes whose requests have ended and whose images are still there
 }
 
 // BatchOptions size a batch.
@@ -47,7 +48,7 @@ type running struct {
 	onRun  func()
 }
 
-// NewBatch returns a batch on the runner's device, which has at least as many lanes.
+// NewBatch returns a batch on the runner's device, which has at least as many lanes and pages. It empties the lanes.
 func NewBatch(r *model.Runner, o BatchOptions) (*Batch, error) {
 	if o.Chunk == 0 {
 		o.Chunk = r.Chunk
@@ -62,6 +63,11 @@ func NewBatch(r *model.Runner, o BatchOptions) (*Batch, error) {
 	}
 	b := &Batch{
 		runner: r, options: o, sched: s, requests: map[RequestID]*running{}, lanes: make([]*running, o.Lanes), now: time.Now,
+	}
+	for i := range o.Lanes {
+		if err := r.Dev.Reset(backend.Lane(i)); err != nil {
+			return nil, err
+		}
 	}
 	b.publish(false)
 	return b, nil
@@ -131,7 +137,7 @@ func (b *Batch) Run(ctx context.Context, req Request) (Outcome, error) {
 // Load is the number of requests that have a lane, and of those that wait for one.
 func (b *Batch) Load() (active, waiting int) { return b.sched.Active(), b.sched.Waiting() }
 
-// Step ends requests whose context has ended, then does one unit of work. It reports whether there was any. An error is the device's:
+// Step ends requests whose context has ended, empties the lanes of those that ended since the last one, then does one unit of work. It reports whether there was any. An error is the device's:
 // the batch is of no use after it.
 func (b *Batch) Step() (bool, error) {
 	var left []RequestID
@@ -144,15 +150,18 @@ func (b *Batch) Step() (bool, error) {
 	for _, id := range left {
 		b.Remove(id, nil)
 	}
+	for _, lane := range b.left { // their pages are the next requests'
+		if err := b.runner.Dev.Reset(backend.Lane(lane)); err != nil {
+			return false, err
+		}
+	}
+	b.left = b.left[:0]
 	u := b.sched.Next()
 	for _, a := range u.Admit {
 		r := b.requests[a.ID]
 		r.g.lane, r.begun = a.Lane, b.now()
 		b.lanes[a.Lane] = r
 		b.sums.PromptTokens += int64(len(r.g.req.Prompt))
-		if err := b.runner.Dev.Reset(backend.Lane(a.Lane)); err != nil {
-			return false, err
-		}
 		if r.onRun != nil {
 			r.onRun()
 		}
@@ -267,6 +276,7 @@ func (b *Batch) end(r *running, err error) {
 	b.sched.Leave(r.id)
 	if i := r.g.lane; !r.begun.IsZero() && b.lanes[i] == r {
 		b.lanes[i] = nil
+		b.left = append(b.left, i)
 	}
 	if !r.first.IsZero() {
 		r.g.out.Stats.Decode = b.now().Sub(r.first)

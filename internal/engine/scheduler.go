@@ -4,10 +4,12 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+
+	"ninfer/internal/backend"
 )
 
 // PageTokens is the number of tokens of a page of cache.
-const PageTokens = 64
+const PageTokens = backend.PageTokens
 
 // ErrTooLarge is returned for a request that the pool of pages could never hold.
 var ErrTooLarge = errors.New("request does not fit the cache")
