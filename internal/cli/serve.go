@@ -39,6 +39,8 @@ type serveCommand struct {
 	DefaultMaxTokens      int    `default:"8192" placeholder:"N" help:"Output limit of requests that give none."`
 	DefaultThinkingBudget *int   `placeholder:"N" help:"Thinking limit of requests that give none."`
 	MaxRequestMiB         int64  `name:"max-request-mib" default:"384" placeholder:"N" help:"Largest request body."`
+	ResponseStoreRecords  int    `name:"response-store-max-records" default:"1024" placeholder:"N" help:"Most responses kept for clients to go on from."`
+	ResponseStoreMiB      int64  `name:"response-store-max-mib" default:"256" placeholder:"N" help:"Most memory of kept responses."`
 	RequestLogJSONL       string `name:"request-log-jsonl" placeholder:"FILE" help:"Append a JSON object a line for every event to this file."`
 	LogStatsIntervalMS    int64  `name:"log-stats-interval-ms" default:"5000" placeholder:"N" help:"Time between throughput lines; 0 is none."`
 
@@ -68,8 +70,6 @@ type plannedFlags struct {
 	MediaPreprocessThreads  *int64   `hidden:""`
 	AllowRemoteMedia        bool     `hidden:""`
 	NoLocalMediaURLs        bool     `name:"no-local-media-urls" hidden:""`
-	ResponseStoreMaxRecords *int64   `hidden:""`
-	ResponseStoreMaxMiB     *int64   `name:"response-store-max-mib" hidden:""`
 	RepetitionPenalty       *float64 `hidden:""`
 }
 
@@ -99,7 +99,6 @@ func (f *plannedFlags) check() error {
 	}
 	const media = "image and video input"
 	const gpu = "the GPU backend"
-	const store = "the responses route"
 	for _, n := range []struct {
 		name    string
 		v       *int64
@@ -119,8 +118,6 @@ func (f *plannedFlags) check() error {
 		{"media-cache-mib", f.MediaCacheMiB, true, media},
 		{"media-live-mib", f.MediaLiveMiB, false, media},
 		{"media-preprocess-threads", f.MediaPreprocessThreads, true, media},
-		{"response-store-max-records", f.ResponseStoreMaxRecords, false, store},
-		{"response-store-max-mib", f.ResponseStoreMaxMiB, false, store},
 	} {
 		switch {
 		case n.v == nil, *n.v == 0 && n.zero:
@@ -167,6 +164,10 @@ func (c *serveCommand) check() error {
 		return usagef("--default-thinking-budget is %d, need at least 1", *c.DefaultThinkingBudget)
 	case c.MaxRequestMiB < 1 || c.MaxRequestMiB > 1<<30:
 		return usagef("--max-request-mib is %d, need at least 1", c.MaxRequestMiB)
+	case c.ResponseStoreRecords < 1:
+		return usagef("--response-store-max-records is %d, need at least 1", c.ResponseStoreRecords)
+	case c.ResponseStoreMiB < 1 || c.ResponseStoreMiB > 1<<30:
+		return usagef("--response-store-max-mib is %d, need at least 1", c.ResponseStoreMiB)
 	case c.LogStatsIntervalMS < 0 || c.LogStatsIntervalMS > 1<<40:
 		return usagef("--log-stats-interval-ms is %d, need at least 0", c.LogStatsIntervalMS)
 	}
@@ -233,6 +234,7 @@ func (c *serveCommand) Run(e *environment) error {
 	defer closeJournal()
 	s := server.New(server.Options{
 		ModelID: c.ModelID, APIKey: key, CORS: c.CORS, MaxBody: c.MaxRequestMiB << 20, Log: log, Journal: journal,
+		StoreRecords: c.ResponseStoreRecords, StoreBytes: c.ResponseStoreMiB << 20,
 		StatsInterval: time.Duration(c.LogStatsIntervalMS) * time.Millisecond, Page: web.File,
 	})
 	served := make(chan error, 1)

@@ -147,6 +147,8 @@ type Request struct {
 	Prompt []int32
 	// Messages is the conversation. A last message of the assistant's is continued.
 	Messages []Message
+	// NewTurn has a last message of the assistant's followed by another one instead.
+	NewTurn bool
 	// Tools are shown to the model in the form, order and spelling they have here. Calls of them are looked for in the answer only if
 	// ReadCalls is set; without it, without tools or with Raw they stay text. OneCall ends the output behind the first call. MaxToolName is
 	// the most characters of a name, 0 is 64.
@@ -164,6 +166,8 @@ type Request struct {
 	Sampling       Settings
 	MaxTokens      *int // nil the default, -1 up to the end of the context, 0 only the prompt
 	ThinkingBudget *int // nil the default, -1 no limit
+	// FitBudget lowers a budget that the output limit holds, but not with what closes it. Without it that is refused.
+	FitBudget bool
 
 	Stop, ReasoningStop []string // not empty ones
 	StopIDs             []int32  // beside the model's own
@@ -326,7 +330,7 @@ func (p *Prepared) render(thinking bool) error {
 			return refuse(CodeTemplateOptions, "chat_template_kwargs."+arg.Name, "chat_template_kwargs may not set %s", arg.Name)
 		}
 	}
-	if req.Messages[len(req.Messages)-1].Role == "assistant" {
+	if req.Messages[len(req.Messages)-1].Role == "assistant" && !req.NewTurn {
 		if thinking {
 			return refuse(CodeInvalidPrompt, "messages", "%v", errContinue)
 		}
@@ -406,7 +410,14 @@ func (p *Prepared) limits() error {
 	if !p.Thinking || budget == 0 || limit <= budget {
 		return nil
 	}
-	if need := budget + len(f.closing) + 1; limit < need {
+	need := budget + len(f.closing) + 1
+	switch {
+	case limit >= need:
+	case req.FitBudget:
+		if budget -= need - limit; budget < 1 {
+			return nil
+		}
+	default:
 		return refuse(CodeBudgetCapacity, "thinking_budget_tokens",
 			"the output limit of %d tokens holds the thinking budget of %d, but not the %d tokens that close it and one of an answer: raise the limit to %d or lower the budget",
 			limit, budget, len(f.closing), need)

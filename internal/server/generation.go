@@ -40,6 +40,9 @@ type protocol interface {
 	silent(ev *events) error // a sign of life, after KeepAlive without an event
 }
 
+// leaver is a protocol that keeps something of a stream whose client left.
+type leaver interface{ abandoned() }
+
 // generate serves a route that runs the model. read takes a body apart and says who tells the answer.
 func (s *Server) generate(x *exchange, read func(data []byte, g *generation) (p protocol, req *front.Request, stream bool, refused *failure)) {
 	g := &generation{server: s, exchange: x, start: time.Now()}
@@ -131,7 +134,13 @@ func (g *generation) whole(p protocol) error {
 		control := http.NewResponseController(g.exchange.w)
 		control.SetWriteDeadline(time.Now().Add(g.server.opt.Stall))
 		defer control.SetWriteDeadline(time.Time{})
-		g.exchange.reply(http.StatusOK, p.whole(items, out))
+		switch answer := p.whole(items, out).(type) {
+		case *failure:
+			g.conclude(p.name(), out, answer)
+			return answer
+		default:
+			g.exchange.reply(http.StatusOK, answer)
+		}
 		control.Flush() // under the deadline, and before the place is given back
 	}
 	g.conclude(p.name(), out, nil)
@@ -162,6 +171,9 @@ func (g *generation) stream(ctx context.Context, cancel context.CancelFunc, p pr
 			}
 			g.left = err != nil
 			g.conclude(p.name(), out, failed)
+			if l, ok := p.(leaver); ok && (g.left || failed == nil && out.Reason == engine.Cancelled) {
+				l.abandoned()
+			}
 			return
 		case <-silence.C:
 			err = p.silent(ev)
@@ -174,6 +186,9 @@ func (g *generation) stream(ctx context.Context, cancel context.CancelFunc, p pr
 	cancel()
 	out, failed := g.ticket.Outcome() // within one unit of work
 	g.conclude(p.name(), out, failed)
+	if l, ok := p.(leaver); ok {
+		l.abandoned()
+	}
 }
 
 // silent is what all protocols can do.

@@ -98,6 +98,9 @@ func (s *Server) fixed() map[string]handlers {
 		"/v1/completions/render":      post(s.renderCompletion),
 		"/v1/messages":                post(s.messages),
 		"/v1/messages/count_tokens":   post(s.countMessages),
+		"/v1/responses":               post(s.responses),
+		"/v1/responses/input_tokens":  post(s.countResponse),
+		"/v1/responses/compact":       post(s.compactResponse),
 		"/tokenize":                   post(s.tokenize),
 		"/detokenize":                 post(s.detokenize),
 		"/apply-template":             post(s.applyTemplate),
@@ -112,6 +115,11 @@ func (s *Server) route(path string) (h handlers, open bool) {
 	}
 	if id, ok := strings.CutPrefix(path, "/v1/models/"); ok && id != "" {
 		return handlers{http.MethodGet: func(x *exchange) { s.oneModel(x, id) }}, false
+	}
+	if rest, ok := strings.CutPrefix(path, "/v1/responses/"); ok {
+		if h := s.responseRoute(rest); h != nil {
+			return h, false
+		}
 	}
 	if s.opt.Page != nil {
 		if file := s.opt.Page(path); file != nil {

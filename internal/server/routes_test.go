@@ -26,11 +26,14 @@ func TestDescription(t *testing.T) {
 		if m := regexp.MustCompile(`^  (/\S*):\n`).FindStringSubmatch(line); m != nil {
 			path = m[1]
 		}
-		if m := regexp.MustCompile(`^    ([a-z]+):`).FindStringSubmatch(line); m != nil {
+		if m := regexp.MustCompile(`^    (get|post|delete):`).FindStringSubmatch(line); m != nil {
 			described = append(described, strings.ToUpper(m[1])+" "+path)
 		}
 	}
-	served := []string{"GET /", "GET /v1/models/{id}"} // not among the fixed ones
+	served := []string{
+		"GET /", "GET /v1/models/{id}", // not among the fixed ones
+		"GET /v1/responses/{response_id}", "DELETE /v1/responses/{response_id}", "GET /v1/responses/{response_id}/input_items", "POST /v1/responses/{response_id}/cancel",
+	}
 	for path, methods := range New(Options{}).fixed() {
 		for method := range maps.Keys(methods) {
 			served = append(served, method+" "+path)

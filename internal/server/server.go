@@ -40,6 +40,10 @@ type Options struct {
 	// Page returns the handler of a file of the chat page, nil if it has none at that path. Nil is no page.
 	Page func(path string) http.Handler
 
+	// The store of Responses: most responses, and most bytes of all they hold. Zero means the product's values.
+	StoreRecords int
+	StoreBytes   int64
+
 	StatsInterval time.Duration // between throughput lines while active; 0 is none
 	KeepAlive     time.Duration // silence in a stream after which a comment is sent
 	Grace         time.Duration // time that requests have to finish when the server ends
@@ -72,6 +76,7 @@ type Server struct {
 	ending    atomic.Bool
 
 	bodies   atomic.Int64 // bytes of bodies in memory
+	store    *responseStore
 	counters counters
 	metrics  *metrics
 }
@@ -89,12 +94,18 @@ func New(opt Options) *Server {
 	if opt.MaxBody == 0 {
 		opt.MaxBody = 384 << 20
 	}
+	if opt.StoreRecords == 0 {
+		opt.StoreRecords = 1024
+	}
+	if opt.StoreBytes == 0 {
+		opt.StoreBytes = 256 << 20
+	}
 	if opt.Log == nil {
 		opt.Log = slog.New(slog.DiscardHandler)
 	}
 	s := &Server{
 		opt: opt, key: sha256.Sum256([]byte(opt.APIKey)), created: time.Now().Unix(), ready: make(chan struct{}),
-		preparing: make(chan struct{}, runtime.GOMAXPROCS(0)),
+		preparing: make(chan struct{}, runtime.GOMAXPROCS(0)), store: newResponseStore(opt.StoreRecords, opt.StoreBytes),
 	}
 	s.metrics = newMetrics(s)
 	s.routes = s.fixed()
