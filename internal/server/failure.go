@@ -62,7 +62,10 @@ func (f *failure) anthropic() (status int, kind string) {
 	return f.status, "invalid_request_error"
 }
 
-const codeQueueTimeout = "request_queue_timeout"
+const (
+	codeQueueTimeout = "request_queue_timeout"
+	codeUnknown      = "unknown_parameter"
+)
 
 // errorBody is the body of an OpenAI error; in a stream it is an event.
 type errorBody struct {
@@ -129,7 +132,7 @@ func (x *exchange) fail(f *failure) {
 // spell gives a failure the route's name of the field, in param and at the start of the message.
 func (x *exchange) spell(f *failure) *failure {
 	name, ok := x.fields[f.param]
-	if !ok {
+	if !ok || f.code == codeUnknown { // that is the client's own name
 		return f
 	}
 	c := *f

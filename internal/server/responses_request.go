@@ -93,7 +93,7 @@ func (r *responseReader) known() *failure {
 		code, ok := responseMembers[name]
 		switch {
 		case !ok && !strings.HasPrefix(name, "prompt_cache_"):
-			return bad("unknown_parameter", name, "%s is not a field of this route", name)
+			return bad(codeUnknown, name, "%s is not a field of this route", name)
 		case code == "":
 		default:
 			if _, given := r.given(name); given {
