@@ -230,7 +230,7 @@ func (f *Front) Prepare(req Request) (*Prepared, error) {
 // prompt makes the prompt, and says which mode was asked for.
 func (f *Front) prompt(req Request) (p *Prepared, thinking bool, err error) {
 	p = &Prepared{front: f, req: req}
-	if thinking, err = f.thinking(req); err != nil {
+	if thinking, err = f.Thinking(req); err != nil {
 		return nil, false, err
 	}
 	if err := req.Sampling.check(); err != nil {
@@ -263,8 +263,8 @@ func (f *Front) prompt(req Request) (p *Prepared, thinking bool, err error) {
 	return p, thinking, nil
 }
 
-// thinking decides the mode. An effort is a wish to think unless the request says otherwise; "none" is the wish not to.
-func (f *Front) thinking(req Request) (bool, error) {
+// Thinking decides whether a request thinks. An effort is a wish to think unless the request says otherwise; "none" is the wish not to.
+func (f *Front) Thinking(req Request) (bool, error) {
 	if req.Effort != "" && req.Effort != "none" && !slices.Contains(f.efforts.Accepted, req.Effort) {
 		known := "the model's chat template knows no efforts"
 		if len(f.efforts.Accepted) > 0 {

@@ -348,6 +348,7 @@ func TestLimits(t *testing.T) {
 		wantNew    int
 		wantBudget int
 		code       string
+		fit        bool
 	}{
 		{name: "rest of the context", limit: ptr(-1), wantNew: 512 - n, wantBudget: 10},
 		{name: "only the prompt", limit: ptr(0), wantNew: 0},
@@ -359,6 +360,10 @@ func TestLimits(t *testing.T) {
 		{name: "limit is below the budget", limit: ptr(9), wantNew: 9},
 		{name: "limit one above the budget", limit: ptr(11), code: front.CodeBudgetCapacity},
 		{name: "limit one too small", limit: ptr(10 + closing), code: front.CodeBudgetCapacity},
+		{name: "limit one too small, fitted", limit: ptr(10 + closing), fit: true, wantNew: 10 + closing, wantBudget: 9},
+		{name: "limit one above the budget, fitted", limit: ptr(11), fit: true, wantNew: 11},
+		{name: "limit just enough, fitted", limit: ptr(10 + closing + 1), fit: true, wantNew: 10 + closing + 1, wantBudget: 10},
+		{name: "limit is the budget, fitted", limit: ptr(10), fit: true, wantNew: 10},
 		{name: "limit just enough", limit: ptr(10 + closing + 1), wantNew: 10 + closing + 1, wantBudget: 10},
 		{name: "context one too small", context: n + 10 + closing, code: front.CodeBudgetCapacity},
 		{name: "context just enough", context: n + 10 + closing + 1, wantNew: 64, wantBudget: 10},
@@ -370,7 +375,7 @@ func TestLimits(t *testing.T) {
 			if c.context > 0 {
 				o.Context = c.context
 			}
-			p, err := newFront(t, o).Prepare(front.Request{Messages: user("Q"), MaxTokens: c.limit, ThinkingBudget: c.budget, EnableThinking: ptr(!c.off)})
+			p, err := newFront(t, o).Prepare(front.Request{Messages: user("Q"), MaxTokens: c.limit, ThinkingBudget: c.budget, FitBudget: c.fit, EnableThinking: ptr(!c.off)})
 			if c.code != "" {
 				wantCode(t, err, c.code)
 				return

@@ -127,9 +127,12 @@ func (r *messagesReader) add(t, before, after *turn) *failure {
 		}
 		*messages = append(*messages, front.Message{Role: "system", Content: t.parts})
 	case "assistant":
+		if after == nil {
+			r.prefill = t.path
+		}
 		switch {
 		case after == nil && t.hidden:
-			return bad("assistant_prefill_not_supported", t.path, "%s is to be continued, and for that it may hold text only", t.path)
+			return bad(codePrefill, t.path, "%s is to be continued, and for that it may hold text only", t.path)
 		case len(t.calls) > 0 && (after == nil || after.role != "user"):
 			return bad("invalid_tool_history", t.path, "%s has calls of tools whose results do not follow", t.path)
 		}

@@ -22,6 +22,7 @@ type messagesReader struct {
 	efforts []string // that the template knows
 	out     messagesRequest
 	marks   cacheMarks
+	prefill string // the path of a last turn of the assistant's
 }
 
 // messagesFields are the names that Messages has for fields of Chat Completions.
@@ -39,6 +40,7 @@ func parseMessages(data []byte, f *front.Front) (*messagesRequest, *failure) {
 	}
 	r := &messagesReader{object: body, efforts: f.Efforts().Accepted}
 	r.out.front.MaxToolName = 128
+	r.out.front.FitBudget = true // a budget one below max_tokens is in order here, and what clients send
 	for _, read := range []func() *failure{
 		r.model, r.refused, r.limits, r.sampling, r.stops, r.thinking, r.format, r.template, r.tools, r.system, r.messages, r.cache,
 	} {
@@ -46,8 +48,15 @@ func parseMessages(data []byte, f *front.Front) (*messagesRequest, *failure) {
 			return nil, err
 		}
 	}
+	if r.prefill != "" {
+		if on, err := f.Thinking(r.out.front); err == nil && on {
+			return nil, bad(codePrefill, r.prefill, "%s is to be continued, and for that thinking must be off: send thinking {\"type\":\"disabled\"}", r.prefill)
+		}
+	}
 	return &r.out, nil
 }
+
+const codePrefill = "assistant_prefill_not_supported"
 
 func (r *messagesReader) model() *failure {
 	label, err := r.str("model")

@@ -5,7 +5,8 @@
 //
 // CHECKPOINT is a folder with tokenizer.json, tokenizer_config.json and generation_config.json. The address is printed on stdout. A user's
 // message is said word for word, think markers and all, and then the answer ends; after results of tools the answer is "Got " and the
-// results. A message "COUNT n" is answered with n tokens as fast as they are taken.
+// results. A message "COUNT n" is answered with n tokens as fast as they are taken. Of a message with a line SAY, as agents bury one under
+// their own text, what follows the line is said; lines THEN divide it into what is said at the first, second, … answer to it.
 package main
 
 import (
@@ -121,12 +122,26 @@ func (a *actor) script(prompt string) []int32 {
 		return role, strings.TrimSuffix(content, "<|im_end|>\n")
 	}
 	var results []string
+	answers := 0
 	for i := len(turns) - 1; i >= 0; i-- {
 		role, content := text(i)
+		var steps []string
+		if at := strings.LastIndex(content, "SAY\n"); at >= 0 {
+			steps = strings.Split(content[at+len("SAY\n"):], "\nTHEN\n")
+		}
 		switch {
-		case role == "tool":
-			results = append(results, content)
+		case role == "system":
 			continue
+		case role == "tool":
+			if answers == 0 {
+				results = append(results, content)
+			}
+			continue
+		case role == "assistant":
+			answers++
+			continue
+		case answers < len(steps):
+			content = steps[answers]
 		case results != nil:
 			slices.Reverse(results)
 			content = "</think>\n\nGot " + strings.Join(results, " and ")
