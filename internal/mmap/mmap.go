@@ -111,3 +111,16 @@ func (f *File) Advise(off, n int64, a Advice) error {
 	}
 	return nil
 }
+
+// Reserve gives n zero bytes the form of a mapping. They are private, may be written to, and cost nothing until they are: room for
+// something that is mostly never looked at. path stands for it in messages.
+func Reserve(path string, n int64) (*File, error) {
+	if n < 1 || n > math.MaxInt {
+		return nil, fmt.Errorf("mmap: %s: %d bytes are not addressable", path, n)
+	}
+	b, err := reserve(int(n))
+	if err != nil {
+		return nil, fmt.Errorf("mmap: %s: reserve %d bytes: %w", path, n, err)
+	}
+	return &File{path: path, data: b}, nil
+}

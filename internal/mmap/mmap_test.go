@@ -133,3 +133,28 @@ func TestOf(t *testing.T) {
 		t.Error("bytes out of nothing")
 	}
 }
+
+// Far more than there is memory: only what is written costs anything.
+func TestReserve(t *testing.T) {
+	const n = 1 << 38
+	f, err := Reserve("room", n)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b := f.Bytes()
+	if len(b) != n || b[0] != 0 || b[n/2] != 0 {
+		t.Fatalf("%d bytes, the first %d", len(b), b[0])
+	}
+	b[0], b[n-1] = 1, 2
+	if b[0] != 1 || b[1] != 0 || b[n-1] != 2 || b[n-2] != 0 {
+		t.Error("what was written is not there, or more")
+	}
+	if err := f.Close(); err != nil || f.Bytes() != nil {
+		t.Errorf("close: %v", err)
+	}
+	for _, bad := range []int64{0, -1} {
+		if _, err := Reserve("room", bad); err == nil {
+			t.Errorf("%d bytes reserved", bad)
+		}
+	}
+}

@@ -25,3 +25,7 @@ func advise(data []byte, a Advice) error {
 	}
 	return unix.Madvise(data, how)
 }
+
+func reserve(n int) ([]byte, error) {
+	return unix.Mmap(-1, 0, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON|unix.MAP_NORESERVE)
+}

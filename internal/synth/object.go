@@ -29,7 +29,46 @@ type Object struct {
 type plane struct {
 	off, n int64
 	zero   bool
+	words  Words
 	fill   func(dst []byte, r *random)
+}
+
+// Words say what the words of a plane are.
+type Words struct {
+	// Bytes of 2 and 4 are BF16 and FP32 words of a normal distribution with Mean and Deviation; 8 are random bits under Mask and the Fixed ones.
+	Bytes           int
+	Mean, Deviation float64
+	Mask, Fixed     uint64
+}
+
+// filler makes the words on the host.
+func (w Words) filler() func([]byte, *random) {
+	switch {
+	case w.Bytes == 2:
+		return normalWords(w.Mean, w.Deviation).fill
+	case w.Bytes == 4:
+		return normalWords(w.Mean, w.Deviation).fill32
+	case w.Mask == 0:
+		return constant(w.Fixed)
+	}
+	return masked(w.Mask, w.Fixed)
+}
+
+// Plane is a run of random words of an object.
+type Plane struct {
+	Offset, Bytes int64
+	Words         Words
+}
+
+// Planes are the runs that Fill makes; all other bytes are zero. ok is false where the bytes have no such description: Fill makes them. Who
+// makes the words elsewhere, on a GPU, need not make the same ones.
+func (x *Object) Planes() (list []Plane, ok bool) {
+	for _, p := range x.planes {
+		if !p.zero {
+			list = append(list, Plane{p.off, p.n, p.words})
+		}
+	}
+	return list, x.whole == nil
 }
 
 // Options say what weights to make.
@@ -198,37 +237,45 @@ var (
 // plan says how the planes are filled.
 func (x *Object) plan(s *arch.Spec, mean, std float64, sparse bool) error {
 	g := &x.geom
-	add := func(p num.PlaneSpec, fill func(dst []byte, r *random)) {
+	add := func(p num.PlaneSpec, w Words) {
 		if p.Len > 0 {
-			x.planes = append(x.planes, plane{off: p.Off, n: p.Len, fill: fill})
+			x.planes = append(x.planes, plane{off: p.Off, n: p.Len, words: w, fill: w.filler()})
 		}
 	}
+	normal := func(bytes int) Words { return Words{Bytes: bytes, Mean: mean, Deviation: std} }
+	bits := func(mask, fixed uint64) Words { return Words{Bytes: 8, Mask: mask, Fixed: fixed} }
 	integer := func(low, high int) float64 {
 		return rms(high-low+1, func(i int) float64 { return float64(low + i) })
 	}
-	half := func(word uint16) func([]byte, *random) { return constant(uint64(word) * 0x0001_0001_0001_0001) }
+	half := func(word uint16) Words { return bits(0, uint64(word)*0x0001_0001_0001_0001) }
+	single := func(x float64) Words {
+		word := uint64(math.Float32bits(float32(x)))
+		return bits(0, word|word<<32)
+	}
+	any := bits(math.MaxUint64, 0)
+	e4m3 := bits(0x9f9f9f9f9f9f9f9f, 0x2020202020202020)
 	// grouped formats: the scale makes codes as large as wanted.
 	groupScale := func(codes float64) uint16 { return max(num.ToF16(float32(std/codes)), 1) }
 	switch g.Format {
 	case num.BF16:
-		add(g.Codes, normalWords(mean, std).fill)
+		add(g.Codes, normal(2))
 	case num.FP32:
-		add(g.Codes, normalWords(mean, std).fill32)
+		add(g.Codes, normal(4))
 	case num.FP8:
-		add(g.Codes, masked(0x9f9f9f9f9f9f9f9f, 0x2020202020202020))
+		add(g.Codes, e4m3)
 	case num.Q4G64:
-		add(g.Codes, masked(math.MaxUint64, 0))
+		add(g.Codes, any)
 		add(g.Scales, half(groupScale(integer(-8, 7))))
 	case num.Q5G64:
-		add(g.Codes, masked(math.MaxUint64, 0))
-		add(g.High, masked(math.MaxUint64, 0))
+		add(g.Codes, any)
+		add(g.High, any)
 		add(g.Scales, half(groupScale(integer(-16, 15))))
 	case num.Q6G64:
-		add(g.Codes, masked(math.MaxUint64, 0))
-		add(g.High, masked(math.MaxUint64, 0))
+		add(g.Codes, any)
+		add(g.High, any)
 		add(g.Scales, half(groupScale(integer(-32, 31))))
 	case num.Q8G32:
-		add(g.Codes, masked(math.MaxUint64, 0x0101010101010101)) // odd: -128 is not a code
+		add(g.Codes, bits(math.MaxUint64, 0x0101010101010101)) // odd: -128 is not a code
 		add(g.Scales, half(groupScale(rms(128, func(i int) float64 { return float64(2*i - 127) }))))
 	case num.U4Z8G16:
 		if sparse { // codes 0 mean -8 under any scale that is not zero: the smallest
@@ -236,20 +283,18 @@ func (x *Object) plan(s *arch.Spec, mean, std float64, sparse bool) error {
 			add(g.Scales, half(1))
 			return nil
 		}
-		add(g.Codes, masked(math.MaxUint64, 0))
+		add(g.Codes, any)
 		add(g.Scales, half(groupScale(integer(-8, 7))))
 	case num.FP8RowBF16:
-		add(g.Codes, masked(0x9f9f9f9f9f9f9f9f, 0x2020202020202020))
+		add(g.Codes, e4m3)
 		add(g.Scales, half(num.ToBF16(float32(std/fp8RMS))))
 	case num.FP8RowFP32:
-		add(g.Codes, masked(0x9f9f9f9f9f9f9f9f, 0x2020202020202020))
-		word := uint64(math.Float32bits(float32(std / fp8RMS)))
-		add(g.Scales, constant(word|word<<32))
+		add(g.Codes, e4m3)
+		add(g.Scales, single(std/fp8RMS))
 	case num.NVFP4:
-		add(g.Codes, masked(math.MaxUint64, 0))
-		add(g.Scales, masked(0x0707070707070707, 0x3838383838383838))
-		word := uint64(math.Float32bits(float32(nvfp4RMS / std)))
-		add(g.Divisors, constant(word|word<<32))
+		add(g.Codes, any)
+		add(g.Scales, bits(0x0707070707070707, 0x3838383838383838))
+		add(g.Divisors, single(nvfp4RMS/std))
 	default:
 		return fmt.Errorf("no words for format %s", g.Format)
 	}

@@ -343,3 +343,64 @@ func BenchmarkFill(b *testing.B) {
 		})
 	}
 }
+
+// The planes say what Fill makes: in range, in order, and their words have the bits, or the mean and deviation, that they tell.
+func TestPlanes(t *testing.T) {
+	c := microConfig(t)
+	for _, v := range variants {
+		for _, s := range inventory(t, c, v) {
+			if s.Resource {
+				continue
+			}
+			x, err := NewObject(c, &s, Options{Seed: 3, IDs: IDs(c), SparseTable: true})
+			if err != nil {
+				t.Fatal(err)
+			}
+			planes, ok := x.Planes()
+			if !ok {
+				continue
+			}
+			data := make([]byte, x.Bytes())
+			x.Fill(data, 0)
+			end := int64(0)
+			for _, p := range planes {
+				if p.Offset < end || p.Bytes < 1 || p.Offset+p.Bytes > x.Bytes() || slices.ContainsFunc(data[end:p.Offset], func(b byte) bool { return b != 0 }) {
+					t.Fatalf("%s: plane %+v after byte %d", s.ID, p, end)
+				}
+				end = p.Offset + p.Bytes
+				checkWords(t, s.ID, data[p.Offset:end], p.Words)
+			}
+			if slices.ContainsFunc(data[end:], func(b byte) bool { return b != 0 }) {
+				t.Errorf("%s: bytes in no plane", s.ID)
+			}
+		}
+	}
+}
+
+func checkWords(t *testing.T, id string, b []byte, w Words) {
+	t.Helper()
+	if w.Bytes == 8 {
+		for ; len(b) >= 8; b = b[8:] {
+			if word := binary.LittleEndian.Uint64(b); word&^w.Mask != w.Fixed&^w.Mask || word&w.Fixed != w.Fixed {
+				t.Fatalf("%s: word %x with %+v", id, word, w)
+			}
+		}
+		return
+	}
+	var sum, square, n float64
+	for ; len(b) >= w.Bytes; b = b[w.Bytes:] {
+		f := num.FromBF16(binary.LittleEndian.Uint16(b))
+		if w.Bytes == 4 {
+			f = math.Float32frombits(binary.LittleEndian.Uint32(b))
+		}
+		sum, square, n = sum+float64(f), square+float64(f)*float64(f), n+1
+	}
+	mean := sum / n
+	// Five standard errors of the mean.
+	if math.Abs(mean-w.Mean) > 5*w.Deviation/math.Sqrt(n)+0.01*math.Abs(w.Mean) {
+		t.Errorf("%s: mean %g of %g words with %+v", id, mean, n, w)
+	}
+	if d := math.Sqrt(square/n - mean*mean); n > 2000 && math.Abs(d-w.Deviation) > 0.1*w.Deviation {
+		t.Errorf("%s: deviation %g with %+v", id, d, w)
+	}
+}
