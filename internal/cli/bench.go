@@ -12,14 +12,20 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
+	"strconv"
 	"strings"
 	"text/tabwriter"
 
+	"ninfer/internal/backend/cuda/device"
 	"ninfer/internal/bench"
+	"ninfer/internal/model"
 )
 
 type benchCommand struct {
-	Weights     string `placeholder:"PATH" help:"Entry file. Default: nano, the model inside the program."`
+	Weights   string `placeholder:"PATH" help:"Entry file. Default: nano, the model inside the program."`
+	Synthetic string `placeholder:"CONFIG" help:"Instead of a file: random weights of this config.json, or official, made on the GPU."`
+	variantFlags
 	Corpus      string `placeholder:"FILE" help:"Text file of token ids that prompts are cut from. Default: a built-in sequence."`
 	NPrompt     string `short:"p" name:"n-prompt" placeholder:"LIST" help:"Prompt tests: P,P,..."`
 	NGen        string `short:"n" name:"n-gen" placeholder:"LIST" help:"Generation tests: G,G,..."`
@@ -38,6 +44,11 @@ type benchCommand struct {
 	Device         string `placeholder:"D" help:"cpu, cuda or a device number."`
 	NoCUDAGraph    bool   `name:"no-cuda-graph" help:"Run decode without graph replay."`
 
+	Depth   string `placeholder:"LIST" help:"On a GPU: decode at these lengths, with sequences of random data instead of prompts."`
+	Batch   string `default:"1" placeholder:"LIST" help:"Of --depth: so many sequences at a time."`
+	Steps   int    `default:"256" placeholder:"N" help:"Of --depth: steps of a run."`
+	Kernels bool   `help:"Of --depth: also what each kind of kernel costs."`
+
 	Output     string `short:"o" default:"table" enum:"table,json,csv" placeholder:"F" help:"table, json or csv."`
 	OutputFile string `placeholder:"PATH" help:"Write the report there; its folder is created."`
 }
@@ -53,7 +64,12 @@ type benchReport struct {
 	KVDtype   string      `json:"kv_dtype"`
 	Drafting  bool        `json:"drafting"`
 	Window    int         `json:"draft_window"`
-	Benchmark []bench.Row `json:"benchmarks"`
+	Benchmark []bench.Row `json:"benchmarks,omitzero"`
+
+	Stored    int64             `json:"device_weight_bytes,omitzero"` // of tensors on the GPU
+	Predicted int64             `json:"predicted_weight_bytes,omitzero"`
+	ReadGBps  float64           `json:"read_gbps,omitzero"`
+	Decode    []bench.DecodeRow `json:"decode,omitzero"`
 }
 
 // flags are the model's options as run and serve spell them.
@@ -82,27 +98,28 @@ func (c *benchCommand) flags(tests []bench.Test) (modelFlags, error) {
 }
 
 func (c *benchCommand) Run(e *environment) error {
+	if c.Repetitions < 1 || c.Warmup < 0 {
+		return usagef("--repetitions needs at least 1, --warmup at least 0")
+	}
+	if c.Depth != "" {
+		return c.depths(e)
+	}
 	tests, err := bench.ParseTests(c.NPrompt, c.NGen, c.PromptGen)
 	if err != nil {
 		return usageError{err}
-	}
-	if c.Repetitions < 1 || c.Warmup < 0 {
-		return usagef("--repetitions needs at least 1, --warmup at least 0")
 	}
 	f, err := c.flags(tests)
 	if err != nil {
 		return err
 	}
-	l, err := load(e, c.Weights)
+	l, err := c.load(e, &f)
 	if err != nil {
 		return err
 	}
 	defer l.close()
-	corpus := bench.Corpus(1<<14, l.tokenizer.Count())
-	if c.Corpus != "" {
-		if corpus, err = readCorpus(c.Corpus, l.tokenizer.Count()); err != nil {
-			return usageError{err}
-		}
+	corpus, err := c.corpus(l)
+	if err != nil {
+		return err
 	}
 	m, err := l.bind(f.options())
 	if err != nil {
@@ -113,10 +130,7 @@ func (c *benchCommand) Run(e *environment) error {
 		return err
 	}
 	defer dev.Close()
-	report := benchReport{
-		Device: deviceName(dev), Threads: runtime.GOMAXPROCS(0), Version: version(), Artifact: filepath.Base(l.store.File.Path()), Bytes: l.store.File.FileBytes(),
-		Context: f.MaxContext, KVDtype: f.KVDtype, Drafting: f.Spec != "", Window: f.DraftTokens,
-	}
+	report := c.report(l, &f, deviceName(dev))
 	for _, t := range tests {
 		e.say("%s: %d runs and %d before them", t.Name(), c.Repetitions, c.Warmup)
 		row, err := bench.Run(e.ctx, batch, t, bench.Options{
@@ -128,6 +142,129 @@ func (c *benchCommand) Run(e *environment) error {
 		report.Benchmark = append(report.Benchmark, row)
 	}
 	return c.write(e, report)
+}
+
+// load opens the artifact, or makes one up.
+func (c *benchCommand) load(e *environment, f *modelFlags) (*loaded, error) {
+	if c.Synthetic == "" {
+		return load(e, c.Weights)
+	}
+	if c.Weights != "" {
+		return nil, usagef("--weights and --synthetic exclude each other")
+	}
+	l, err := synthetic(c.Synthetic, c.variantFlags, f.Device == "cpu")
+	if err == nil {
+		f.made = l.made
+		f.Device = cmp.Or(f.Device, "cuda") // the CPU would see zeros
+	}
+	return l, err
+}
+
+func (c *benchCommand) corpus(l *loaded) ([]int32, error) {
+	if c.Corpus == "" {
+		return bench.Corpus(1<<14, l.tokenizer.Count()), nil
+	}
+	corpus, err := readCorpus(c.Corpus, l.tokenizer.Count())
+	if err != nil {
+		return nil, usageError{err}
+	}
+	return corpus, nil
+}
+
+func (c *benchCommand) report(l *loaded, f *modelFlags, device string) benchReport {
+	return benchReport{
+		Device: device, Threads: runtime.GOMAXPROCS(0), Version: version(), Artifact: filepath.Base(l.store.File.Path()), Bytes: l.store.File.FileBytes(),
+		Context: f.MaxContext, KVDtype: f.KVDtype, Drafting: f.Spec != "", Window: f.DraftTokens,
+	}
+}
+
+// depths measures decoding at given lengths without reading texts of them.
+func (c *benchCommand) depths(e *environment) error {
+	if c.NPrompt != "" || c.NGen != "" || c.PromptGen != "" {
+		return usagef("--depth has tests of its own: leave -p, -n and -pg out")
+	}
+	lengths, err := counts("--depth", c.Depth, 262144)
+	if err != nil {
+		return err
+	}
+	batches, err := counts("--batch", c.Batch, 8)
+	if err != nil {
+		return err
+	}
+	if c.Steps < 1 {
+		return usagef("--steps is %d, need at least 1", c.Steps)
+	}
+	const beyond = 64 // steps that are launched outside of the time
+	f, err := c.flags([]bench.Test{{Prompt: slices.Max(lengths), Gen: c.Steps + beyond}})
+	if err != nil {
+		return err
+	}
+	if f.Device == "cpu" || f.Spec != "" {
+		return usagef("--depth measures single steps on a GPU: leave --device cpu and --spec out")
+	}
+	f.Device = cmp.Or(f.Device, "cuda")
+	l, err := c.load(e, &f)
+	if err != nil {
+		return err
+	}
+	defer l.close()
+	corpus, err := c.corpus(l)
+	if err != nil {
+		return err
+	}
+	m, err := l.bind(f.options())
+	if err != nil {
+		return err
+	}
+	var report benchReport
+	for _, b := range batches {
+		if err := c.depth(e, l, m, f, b, lengths, corpus, &report); err != nil {
+			return err
+		}
+	}
+	return c.write(e, report)
+}
+
+// depth measures a batch size at all lengths on a device of its own, since room for a batch of the longest may be more than there is.
+func (c *benchCommand) depth(e *environment, l *loaded, m *model.Model, f modelFlags, batch int, lengths []int, corpus []int32, report *benchReport) error {
+	opened, _, err := f.open(e, m, batch)
+	if err != nil {
+		return err
+	}
+	defer opened.Close()
+	dev := opened.(*device.Device)
+	rate := 0.0
+	for _, n := range lengths {
+		e.say("decode at %d tokens, %d at a time: %d runs of %d steps and %d before them", n, batch, c.Repetitions, c.Steps, c.Warmup)
+		t := bench.Decode{Context: n, Batch: batch, Steps: c.Steps, Repetitions: c.Repetitions, Warmup: c.Warmup, Kernels: c.Kernels}
+		row, err := t.Measure(e.ctx, m, dev, &rate, corpus)
+		if err != nil {
+			return err
+		}
+		if report.Device == "" {
+			*report = c.report(l, &f, dev.Name())
+			report.Stored, report.Predicted, report.ReadGBps = int64(dev.Stored()), bench.Resident(l.store.File.Directory(), f.Spec != ""), rate/1e9
+			if err := bench.CheckResident(report.Stored, report.Predicted); err != nil {
+				return err
+			}
+		}
+		report.Decode = append(report.Decode, row)
+		e.say("%.1f us a step, %.1f on the GPU, floor %.1f: %.3f of %.0f GB/s, %.1f experts", row.Microseconds, row.GPU, row.Roof.FloorMs*1000, row.Roof.Ratio, row.Roof.ReadGBps, row.Roof.Distinct)
+	}
+	return nil
+}
+
+// counts reads a list of whole numbers from 1 to most.
+func counts(option, list string, most int) ([]int, error) {
+	var out []int
+	for _, w := range strings.Split(list, ",") {
+		n, err := strconv.Atoi(strings.TrimSpace(w))
+		if err != nil || n < 1 || n > most {
+			return nil, usagef("%s: %q is not a number from 1 to %d", option, w, most)
+		}
+		out = append(out, n)
+	}
+	return out, nil
 }
 
 // readCorpus reads token ids separated by white space or commas.
@@ -195,8 +332,36 @@ func cells(r bench.Row) (prefill, decode, length string) {
 	return show(r.Prefill), show(r.Decode), length
 }
 
+// decodes is the table of Decode rows.
+func (r benchReport) decodes(w io.Writer) error {
+	fmt.Fprintf(w, "weights %d bytes on the GPU, %d predicted; memory read at %.0f GB/s\n\n", r.Stored, r.Predicted, r.ReadGBps)
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(t, "tokens\tbatch\tus a step\ton the GPU\ttokens/s\texperts\tMB\tfloor us\tratio\tpower W\tof\tMHz\tmemory")
+	for _, d := range r.Decode {
+		f := d.Roof
+		fmt.Fprintf(t, "%d\t%d\t%.1f\t%.1f\t%.1f\t%.1f\t%.0f\t%.1f\t%.3f\t%.0f\t%.0f\t%d\t%d\n", d.Context, d.Batch, d.Microseconds, d.GPU, d.Rate, f.Distinct,
+			f.Bytes/1e6, f.FloorMs*1000, f.Ratio, f.PowerWatts, f.LimitWatts, f.SMClock, f.MemClock)
+	}
+	for _, d := range r.Decode {
+		if d.Kernels == nil {
+			continue
+		}
+		fmt.Fprintf(t, "\n%d tokens, %d at a time\tlaunches\tus together\tus each\n", d.Context, d.Batch)
+		sum := 0.0
+		for _, k := range d.Kernels {
+			fmt.Fprintf(t, "%s\t%d\t%.1f\t%.2f\n", k.Name, k.Launches, k.Microseconds, k.Microseconds/float64(k.Launches))
+			sum += k.Microseconds
+		}
+		fmt.Fprintf(t, "sum\t\t%.1f\t of %.1f\n", sum, d.GPU)
+	}
+	return t.Flush()
+}
+
 func (r benchReport) table(w io.Writer) error {
 	fmt.Fprintf(w, "%s, %d threads, ninfer %s\n%s, %d bytes, context %d, %s cache, drafts %d\n\n", r.Device, r.Threads, r.Version, r.Artifact, r.Bytes, r.Context, r.KVDtype, r.Window)
+	if r.Decode != nil {
+		return r.decodes(w)
+	}
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(t, "test\tprefill tokens/s\tdecode tokens/s\ttokens a round")
 	for _, row := range r.Benchmark {
@@ -213,6 +378,18 @@ func (r benchReport) table(w io.Writer) error {
 
 func (r benchReport) csv(w io.Writer) error {
 	c := csv.NewWriter(w)
+	if r.Decode != nil {
+		c.Write([]string{"tokens", "batch", "us", "us_gpu", "tokens_per_s", "distinct_experts", "bytes", "floor_ms", "read_gbps", "ratio"})
+		for _, d := range r.Decode {
+			f := d.Roof
+			c.Write([]string{
+				fmt.Sprint(d.Context), fmt.Sprint(d.Batch), fmt.Sprint(d.Microseconds), fmt.Sprint(d.GPU), fmt.Sprint(d.Rate), fmt.Sprint(f.Distinct),
+				fmt.Sprint(f.Bytes), fmt.Sprint(f.FloorMs), fmt.Sprint(f.ReadGBps), fmt.Sprint(f.Ratio),
+			})
+		}
+		c.Flush()
+		return c.Error()
+	}
 	c.Write([]string{"test", "prompt_tokens", "generated_tokens", "prefill_mean", "prefill_deviation", "decode_mean", "decode_deviation", "rounds", "drafted", "accepted"})
 	for _, row := range r.Benchmark {
 		num := func(x *bench.Rate) (string, string) {

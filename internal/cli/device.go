@@ -23,6 +23,7 @@ func (f *modelFlags) open(e *environment, m *model.Model, lanes int) (backend.De
 		chunk := min(f.chunk(), gpuChunk)
 		d, err := device.Open(device.Options{
 			States: m.States, Lanes: lanes, Tokens: f.MaxContext, Verify: f.round(), Carry: chunk + f.round(), Ordinal: ordinal, NoGraph: f.NoCUDAGraph,
+			Made: f.made,
 		})
 		if err == nil {
 			if err := f.gpuStores(); err != nil {

@@ -6,6 +6,7 @@ import (
 	"strings"
 
 	"ninfer/internal/backend"
+	"ninfer/internal/backend/cuda/device"
 	"ninfer/internal/engine"
 	"ninfer/internal/front"
 	"ninfer/internal/model"
@@ -27,6 +28,8 @@ type modelFlags struct {
 	NoCUDAGraph   bool   `name:"no-cuda-graph" help:"Run decode without graph replay; same tokens."`
 	ChatTemplate  string `placeholder:"FILE" help:"Use this template instead of the artifact's."`
 	LogLevel      string `default:"info" enum:"trace,debug,info,warning,error,critical,off" placeholder:"L" help:"trace, debug, info, warning, error, critical or off."`
+
+	made func([]byte) ([]device.Plane, bool) // loaded.made
 }
 
 // check refuses what is out of range and what this build does not have. lanes is the number of sequences at a time.

@@ -10,6 +10,7 @@ import (
 
 	"ninfer/internal/arch"
 	"ninfer/internal/artifact"
+	"ninfer/internal/backend/cuda/device"
 	"ninfer/internal/front"
 	"ninfer/internal/model"
 	"ninfer/internal/nano"
@@ -26,6 +27,7 @@ type loaded struct {
 	config    *arch.Config
 	tokenizer *token.Tokenizer
 	template  *chat.Template
+	made      func([]byte) ([]device.Plane, bool) // of weights that a GPU is to make, nil of a file's
 }
 
 // openArtifact opens the artifact at a path, or without one the model inside the program, which it says.

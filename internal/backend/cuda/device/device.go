@@ -42,6 +42,9 @@ type Options struct {
 	// Code is where compiled kernels come from; nil is what was built in.
 	Code  fs.FS
 	Tuned fs.FS // the same of the tuned kernels
+	// Made says of which random words a tensor with these bytes is to consist, for weights that nobody has: they are made on the GPU and
+	// data is not looked at. Not ok means that data is what it seems. Nil makes nothing.
+	Made func(data []byte) (planes []Plane, ok bool)
 }
 
 // Device is a GPU with room for images and the weights of the programs compiled so far.
@@ -70,7 +73,10 @@ type Device struct {
 	seq      backend.Seq
 	last     *step
 	bytes    uint64 // allocated on the device
+	stored   uint64 // bytes of the tensors that it holds, in whatever form
 	profile  *profile
+	watch    *watch
+	seed     uint32 // of words
 }
 
 // plane is the device memory of one state, all images of it. States of integers that the host keeps have none.
@@ -134,9 +140,10 @@ func Absent(err error) bool {
 	return errors.As(err, &none) || errors.As(err, &old) || errors.As(err, &missing) || errors.As(err, &arch)
 }
 
-// Name is the GPU's name; Bytes is what the device has allocated on it.
-func (d *Device) Name() string  { return d.owner.Device().Name }
-func (d *Device) Bytes() uint64 { return d.bytes }
+// Name is the GPU's name; Bytes is what the device has allocated on it, and Stored the encoded size of the tensors among that.
+func (d *Device) Name() string   { return d.owner.Device().Name }
+func (d *Device) Bytes() uint64  { return d.bytes }
+func (d *Device) Stored() uint64 { return d.stored }
 
 func (d *Device) alloc(c *driver.Context, what string, bytes uint64) (driver.Ptr, error) {
 	p, err := c.Alloc(what, bytes)

@@ -111,6 +111,11 @@ func (p *pass) gemv(x driver.Ptr, element, ld, rows int, parts ...kernels.Part) 
 	if element == 4 {
 		g.XF32 = 1
 	}
+	if element == 4 {
+		if ok, err := p.project(x, 0, 1, 0, ld, rows, parts); ok || err != nil {
+			return err
+		}
+	}
 	n := 0
 	for _, q := range parts {
 		n += int(q.M.Rows)
@@ -261,6 +266,10 @@ func (s *step) prepareGDN(c *driver.Context, op backend.GDN) (func(*pass) error,
 		State: d.states[op.Matrix].at, Records: d.states[op.Matrix].records, Out: gated,
 		KeyHeads: uint32(w.KeyHeads), Heads: uint32(w.ValueHeads), Dim: uint32(w.Dim), Verify: uint32(d.opt.Verify), Eps: float32(w.Eps),
 	}
+	quarters := w.Dim == 128 && !d.opt.Plain && l.err == nil && projects(d, vd, []kernels.Part{out})
+	if quarters {
+		delta.Gated, delta.Squares = l.rows("gated halves", 2*vd), l.rows("squares of heads", 16*w.ValueHeads)
+	}
 	shared := uint32(4 * (w.Dim*w.Dim + 7*w.Dim))
 	s.brings(op.Window, s.folder(kernels.Conv, tiles(width, 256), 0, conv, func(p *kernels.ConvParams) *driver.Ptr { return &p.Lanes }))
 	s.brings(op.Matrix, s.folderDelta(w.ValueHeads, shared, delta))
@@ -269,6 +278,13 @@ func (s *step) prepareGDN(c *driver.Context, op backend.GDN) (func(*pass) error,
 			return err
 		}
 		if err := start(p, kernels.Conv, tiles(width, 256), len(p.lanes), 1, 0, &conv); err != nil {
+			return err
+		}
+		if quarters {
+			if err := start(p, kernels.DeltaQuarters, w.ValueHeads, len(p.lanes), 4, 0, &delta); err != nil {
+				return err
+			}
+			_, err := p.project(delta.Gated, delta.Squares, w.Dim, w.Eps, vd, len(p.rows), []kernels.Part{out})
 			return err
 		}
 		if err := start(p, kernels.Delta, w.ValueHeads, len(p.lanes), 1, shared, &delta); err != nil {

@@ -2,7 +2,11 @@ package device
 
 import (
 	"errors"
+	"fmt"
+	"slices"
+	"strings"
 
+	"ninfer/internal/backend"
 	"ninfer/internal/backend/cuda/driver"
 )
 
@@ -56,4 +60,101 @@ func (d *Device) stamp(c *driver.Context, name string) error {
 	d.profile.names = append(d.profile.names, name)
 	d.profile.events = append(d.profile.events, e)
 	return c.Record(e, d.stream)
+}
+
+// watch counts the kernels of a launch list and leaves one kind of them out.
+type watch struct {
+	op, skip string
+	nth      int
+	names    []string // in order of their first launch
+	counts   map[string]int
+}
+
+// enter begins an operation; its kind is its name's first word, or all of it without a number.
+func (w *watch) enter(op string) {
+	w.op, w.nth = strings.TrimRight(op, " 0123456789"), 0
+}
+
+// passes says whether the next kernel is to be launched.
+func (w *watch) passes(kernel string) bool {
+	name := fmt.Sprintf("%s %d %s", w.op, w.nth, kernel)
+	w.nth++
+	if w.counts[name]++; w.counts[name] == 1 {
+		w.names = append(w.names, name)
+	}
+	return name != w.skip
+}
+
+// KernelTime is what a kind of kernel costs a step: all its launches together.
+type KernelTime struct {
+	Name         string  `json:"name"` // operation, place in it, kernel
+	Launches     int     `json:"launches"`
+	Microseconds float64 `json:"us"`
+}
+
+// Kernels launches a step and then measures where its time goes: the step is captured without one kind of kernel after another, and what
+// a replay takes less is what that kind costs in the chain. whole is the time of a replay with everything. Nothing is committed, but the
+// states of the lanes are worthless afterwards: Reset or Fill them. Without each only whole is measured.
+func (d *Device) Kernels(st backend.Step, ctl *backend.Control, replays int, each bool) (list []KernelTime, whole float64, err error) {
+	s, ok := st.(*step)
+	if !ok || s.d != d || d.closed {
+		return nil, 0, errors.New("cuda: kernels: step of another device, or device closed")
+	}
+	p := &s.pass
+	d.seq++
+	if err := p.begin(ctl); err != nil {
+		return nil, 0, fmt.Errorf("cuda: kernels: %w", err)
+	}
+	err = d.do("kernels", func(c *driver.Context) (err error) {
+		p.c = c
+		if err := p.launch(); err != nil {
+			return err
+		}
+		var events [2]driver.Event
+		for i := range events {
+			if events[i], err = c.NewEvent(true); err != nil {
+				return err
+			}
+			defer func() { _ = c.DestroyEvent(events[i]) }()
+		}
+		defer func() { d.watch = nil }()
+		time := func(skip string) (*watch, float64, error) {
+			d.watch = &watch{skip: skip, counts: map[string]int{}}
+			exec, _, err := c.Capture(d.stream, p.direct)
+			if err != nil {
+				return nil, 0, err
+			}
+			defer func() { _ = c.DestroyExec(exec) }()
+			var times []float64
+			for i := range replays + 2 {
+				err = errors.Join(err, c.Record(events[0], d.stream), c.GraphLaunch(exec, d.stream), c.Record(events[1], d.stream), c.Sync(events[1]))
+				us, err2 := c.Elapsed(events[0], events[1])
+				if err = errors.Join(err, err2); err != nil {
+					return nil, 0, err
+				}
+				if i >= 2 {
+					times = append(times, us)
+				}
+			}
+			slices.Sort(times)
+			return d.watch, times[len(times)/2], nil
+		}
+		all, full, err := time("")
+		if err != nil {
+			return err
+		}
+		whole = full
+		if !each {
+			return nil
+		}
+		for _, name := range all.names {
+			_, less, err := time(name)
+			if err != nil {
+				return err
+			}
+			list = append(list, KernelTime{name, all.counts[name], full - less})
+		}
+		return nil
+	})
+	return list, whole, err
 }

@@ -30,6 +30,9 @@ type step struct {
 	stem    bool
 	inspect bool // it has a tap: never captured
 
+	distinct driver.Ptr // of each mixture: how many experts its rows chose last
+	mixtures int
+
 	// The control block: rows, lanes, wanted rows. control is its pinned twin, read by the GPU until copied happened.
 	control []byte
 	block   driver.Ptr
@@ -132,13 +135,13 @@ func (d *Device) Compile(p *backend.Program) (backend.Step, error) {
 }
 
 const (
-	rowBytes  = int(unsafe.Sizeof(kernels.Row{}))
+	sizeOfRow = int(unsafe.Sizeof(kernels.Row{}))
 	laneBytes = int(unsafe.Sizeof(kernels.Lane{}))
 )
 
 func (s *step) compile(c *driver.Context) (err error) {
 	shape := s.program.Pass
-	size := shape.Rows*(rowBytes+4) + shape.Lanes*laneBytes
+	size := shape.Rows*(sizeOfRow+4) + shape.Lanes*laneBytes
 	if s.control, err = s.pinned(c, size); err != nil {
 		return err
 	}
@@ -146,7 +149,7 @@ func (s *step) compile(c *driver.Context) (err error) {
 		return err
 	}
 	s.rows = s.block
-	s.lanes = s.rows + driver.Ptr(shape.Rows*rowBytes)
+	s.lanes = s.rows + driver.Ptr(shape.Rows*sizeOfRow)
 	s.want = s.lanes + driver.Ptr(shape.Lanes*laneBytes)
 	if s.copied, err = c.NewEvent(false); err != nil {
 		return err
@@ -194,6 +197,9 @@ func (s *step) compile(c *driver.Context) (err error) {
 
 // start launches a kernel.
 func start[P any](p *pass, k kernels.ID, x, y, z int, shared uint32, params *P) error {
+	if w := p.s.d.watch; w != nil && !w.passes(k.Name()) {
+		return nil
+	}
 	return kernels.Run(p.s.d.set, p.c, p.s.d.stream, k, [3]uint32{uint32(x), uint32(y), uint32(z)}, shared, params, true)
 }
 
@@ -396,6 +402,9 @@ func (p *pass) replay() error {
 
 func (p *pass) direct() error {
 	for i, run := range p.s.run {
+		if w := p.s.d.watch; w != nil {
+			w.enter(p.s.names[i])
+		}
 		if err := p.s.d.stamp(p.c, p.s.names[i]); err != nil {
 			return err
 		}

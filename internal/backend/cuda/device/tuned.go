@@ -16,6 +16,9 @@ import (
 
 // tunedRun launches a tuned kernel.
 func tunedRun[P any](p *pass, plan kernels.Plan, params *P) error {
+	if w := p.s.d.watch; w != nil && !w.passes(plan.Kernel.Name()) {
+		return nil
+	}
 	return kernels.Run(p.s.d.tuned, p.c, p.s.d.stream, plan, params, true)
 }
 
@@ -82,6 +85,64 @@ func (p *pass) tunedGemv(x driver.Ptr, ld, rows int, parts []plain.Part) (ok boo
 	}
 	g.X, g.XLd = x, uint32(ld)
 	return true, tunedRun(p, plan, &g)
+}
+
+// project multiplies rows of FP32, or of BF16 with a factor for each dim values that squares gives, if there is a kernel for the parts.
+func (p *pass) project(x, squares driver.Ptr, dim int, eps float64, ld, rows int, parts []plain.Part) (ok bool, err error) {
+	d := p.s.d
+	if d.opt.Plain || !projects(d, ld, parts) {
+		return false, nil
+	}
+	e4m3 := plain.Format(parts[0].M.Format) != plain.BF16
+	q := plain.ProjectParams{XLd: uint32(ld), K: uint32(ld), Dim: uint32(dim), Parts: uint32(len(parts)), Eps: float32(eps)}
+	kernel := plain.ProjectBf16
+	if e4m3 {
+		kernel = plain.ProjectE4m3
+	}
+	width := 4
+	if squares != 0 {
+		width = 2
+	}
+	for r := 0; r < rows; r += plain.ProjectRows {
+		q.R, q.X = uint32(min(plain.ProjectRows, rows-r)), x+driver.Ptr(r*ld*width)
+		if squares != 0 {
+			q.Squares = squares + driver.Ptr(r*(ld/dim)*16)
+		}
+		for i, w := range parts {
+			s, _ := tunedMatrix(w.M)
+			q.Part[i] = plain.ProjectPart{W: s.w, Scale: s.scale, Out: w.Out + driver.Ptr(2*r*int(w.OutLd)), Rows: w.M.Rows, OutLd: w.OutLd}
+			if s.flags&kernels.PartScaleF32 != 0 {
+				q.Part[i].ScaleF32 = 1
+			}
+		}
+		if err := start(p, kernel, d.owner.Device().SMs, 1, 1, uint32(plain.ProjectShared(e4m3, int(q.R), ld)), &q); err != nil {
+			return false, err
+		}
+	}
+	return true, nil
+}
+
+// projects says whether the Project kernels take the parts: one format, whole rows of k, BF16 results.
+func projects(d *Device, k int, parts []plain.Part) bool {
+	format := func(m plain.Mat) int {
+		switch plain.Format(m.Format) {
+		case plain.BF16:
+			return 1
+		case plain.FP8RowBF16, plain.FP8RowFP32:
+			return 2
+		}
+		return 0
+	}
+	if len(parts) == 0 || len(parts) > 4 || k%64 != 0 {
+		return false
+	}
+	f := format(parts[0].M)
+	for _, q := range parts {
+		if _, ok := tunedMatrix(q.M); !ok || f == 0 || format(q.M) != f || q.Flags != 0 || int(q.M.K) != k || int(q.M.Stride)*f != 2*k {
+			return false
+		}
+	}
+	return plain.ProjectShared(f == 2, plain.ProjectRows, k) <= d.owner.Device().SharedPerBlock
 }
 
 // tunedMix prepares a hyper-connection site on the tuned kernels; nil if they do not take it. The streams move to another buffer.
@@ -175,7 +236,7 @@ func (d *Device) repack(c *driver.Context, w backend.Weight, paired bool) (bank,
 		return bank{}, err
 	}
 	d.banks[key] = b
-	if err := c.ToDevice(d.stream, raw, w.T.Data); err != nil {
+	if err := d.put(c, raw, w.T.Data); err != nil {
 		return bank{}, err
 	}
 	// A launch takes so many experts that its grid stays in range.
@@ -192,7 +253,13 @@ func (d *Device) repack(c *driver.Context, w backend.Weight, paired bool) (bank,
 			return bank{}, err
 		}
 	}
-	if b.divisors, err = d.upload(c, w.T.Data[g.Divisors.Off:][:g.Divisors.Len]); err != nil { // waits for the stream
+	if b.divisors, err = d.alloc(c, "divisors", uint64(g.Divisors.Len)); err != nil {
+		return bank{}, err
+	}
+	if err := c.Copy(d.stream, b.divisors, raw+driver.Ptr(g.Divisors.Off), uint64(g.Divisors.Len)); err != nil {
+		return bank{}, err
+	}
+	if err := c.SyncStream(d.stream); err != nil { // the stored form goes now
 		return bank{}, err
 	}
 	d.banks[key] = b
@@ -250,6 +317,11 @@ func (s *step) tunedMoE(l *loader, op backend.MoE) func(*pass) error {
 		Logits: logits, Chosen: l.rows("experts", 4*w.TopK), Weight: l.rows("expert weights", 4*w.TopK), Experts: uint32(w.Experts), Topk: uint32(w.TopK), Normalize: 1,
 	}
 	in, out := s.bufs[op.In], s.bufs[op.Out]
+	if l.err == nil && s.distinct == 0 {
+		s.distinct, l.err = s.alloc(l.c, "distinct experts", 4*len(s.program.Ops))
+	}
+	distinct := s.distinct + driver.Ptr(4*s.mixtures)
+	s.mixtures++
 	return func(p *pass) error {
 		for r := 0; r < len(p.rows); r += kernels.MaxRows {
 			at := driver.Ptr(r)
@@ -261,6 +333,7 @@ func (s *step) tunedMoE(l *loader, op backend.MoE) func(*pass) error {
 			q.r.Up, q.r.UpScale, q.r.Shared, q.r.Logits, q.r.Hidden, q.r.SharedLogit = up.w, up.scale, vector.w, lg, sh, sl
 			q.r.ScaleF32 = router.flags & kernels.PartScaleF32 / kernels.PartScaleF32
 			q.u.X, q.u.Logits, q.u.Bank, q.u.Divisor, q.u.Hidden = x, lg, upBank.tiles, upBank.divisors, hid
+			q.u.Distinct = distinct
 			q.d.Logits, q.d.Hidden, q.d.Bank, q.d.Divisor, q.d.SharedW = lg, hid, downBank.tiles, downBank.divisors, down.w
 			q.d.SharedHidden, q.d.SharedLogit, q.d.Out = sh, sl, out+at*driver.Ptr(2*h)
 			if err := tunedRun(p, q.router, &q.r); err != nil {

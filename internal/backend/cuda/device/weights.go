@@ -44,10 +44,7 @@ func (d *Device) matrix(c *driver.Context, w backend.Weight) (kernels.Mat, error
 			return kernels.Mat{}, err
 		}
 		d.weights[key] = base
-		if err = c.ToDevice(d.stream, base, w.T.Data); err != nil {
-			return kernels.Mat{}, err
-		}
-		if err = c.SyncStream(d.stream); err != nil { // the bytes may be a mapping
+		if err = d.put(c, base, w.T.Data); err != nil {
 			return kernels.Mat{}, err
 		}
 	}
@@ -89,8 +86,15 @@ func (d *Device) vector(c *driver.Context, w backend.Weight) (driver.Ptr, error)
 	p, err := d.upload(c, bytesIn(v))
 	if err == nil {
 		d.vectors[key] = p
+		d.stored += uint64(w.N) * rowBytes(w.T)
 	}
 	return p, err
+}
+
+// rowBytes is the stored size of a row of a tensor that has rows.
+func rowBytes(t num.Tensor) uint64 {
+	g := t.Geometry()
+	return uint64(g.Codes.Stride + g.High.Stride + g.Scales.Stride)
 }
 
 // upload copies bytes to new device memory.

@@ -5,6 +5,8 @@
 //
 //   conv       depthwise causal convolution, thread a channel. Grid: channels/256, lane.
 //   delta      gated delta rule and gated norm, block a value head; S in shared memory. Grid: head, lane.
+//   delta_quarters  the same for heads of 128, a quarter of a head's columns a block, S in registers and there before the wait; the norm's
+//              factor is left to the next product (project.cu). Grid: head, lane, quarter.
 //   prep       norms and rotation of queries and keys, append to the planes. Grid: head, row.
 //   block_key  index key of a block that a row completes. Grid: row.
 //   score      index scores of complete blocks. Grid: any, row.
@@ -16,12 +18,41 @@
 extern __shared__ __align__(16) float dynamic[];
 
 NINFER_KERNEL(conv, ConvParams, 256, 1) {
-  pdl();
   const uint32_t c = blockIdx.x * 256 + threadIdx.x;
-  if (c >= p.c) return;
   const Lane lane = p.lanes[blockIdx.y];
   const uint32_t depth = (p.taps - 1) * p.dilation, fold = lane.fold;
   bf16* window = p.window + (uint64_t)lane.slot * depth * p.c + c;
+  constexpr uint32_t kShort = 9;
+  if (fold == 0 && lane.rows == 1 && !lane.record && depth <= kShort) {
+    // One row, as decoding has it: the window is a step old and the weights are constant, so both are here before the wait.
+    float v[kShort], w[kShort], last = 0.0f;
+#pragma unroll
+    for (uint32_t i = 0; i < kShort; i++) {
+      v[i] = w[i] = 0.0f;
+      if (c < p.c && i < depth) {
+        v[i] = from_bf16(window[(uint64_t)i * p.c]);
+        if (i % p.dilation == 0) w[i] = p.w[(uint64_t)(i / p.dilation) * p.c + c];
+      }
+    }
+    if (c < p.c) last = p.w[(uint64_t)(p.taps - 1) * p.c + c];
+    pdl_wait();
+    if (c >= p.c) return;
+    const uint64_t at = (uint64_t)lane.first * p.c + c;
+    const bf16 x = p.x[at];
+    pdl_trigger();
+    float sum = 0.0f;
+#pragma unroll
+    for (uint32_t i = 0; i < kShort; i++) sum = fmaf(w[i], v[i], sum);
+    sum = fmaf(last, from_bf16(x), sum);
+    if (p.out) p.out[at] = silu(sum);
+    if (p.streams) p.streams[at] = to_bf16(from_bf16(p.streams[at]) + p.v[at] + silu(sum));
+#pragma unroll
+    for (uint32_t i = 0; i < kShort; i++)
+      if (i < depth) window[(uint64_t)i * p.c] = i + 1 < depth ? to_bf16(v[i + 1 < kShort ? i + 1 : i]) : x;
+    return;
+  }
+  pdl();
+  if (c >= p.c) return;
   bf16* records = p.records + (uint64_t)lane.slot * p.verify * p.c + c;
   const bf16* x = p.x + (uint64_t)lane.first * p.c + c;
   // Window, recorded rows and new rows are one sequence.
@@ -30,7 +61,7 @@ NINFER_KERNEL(conv, ConvParams, 256, 1) {
   };
   for (uint32_t t = 0; t < lane.rows; t++) {
     float sum = 0.0f;
-    for (uint32_t j = 0; j < p.taps; j++) sum += p.w[(uint64_t)j * p.c + c] * from_bf16(get(fold + t + j * p.dilation));
+    for (uint32_t j = 0; j < p.taps; j++) sum = fmaf(p.w[(uint64_t)j * p.c + c], from_bf16(get(fold + t + j * p.dilation)), sum);
     const uint64_t at = (uint64_t)(lane.first + t) * p.c + c;
     if (p.out) p.out[at] = silu(sum);
     if (p.streams) p.streams[at] = to_bf16(from_bf16(p.streams[at]) + p.v[at] + silu(sum));
@@ -114,6 +145,118 @@ NINFER_KERNEL(delta, DeltaParams, kDelta, 1) {
     __syncthreads();
     for (uint32_t i = t; i < dim * dim; i += kDelta) state[i] = S[i];
   }
+}
+
+static constexpr int kQuarter = 128;
+
+NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 1) {
+  constexpr uint32_t D = 128;
+  __shared__ float raw[2][D], parts[4][3], sums[4][8][8];
+  const uint32_t head = blockIdx.x, quarter = blockIdx.z, group = p.heads / p.key_heads, c = (2 * p.key_heads + p.heads) * D;
+  const uint32_t t = threadIdx.x, warp = t / 32, c4 = t % 8, i0 = t / 8 * 8, j0 = quarter * 32 + c4 * 4;  // keys i0..i0+7, columns j0..j0+3
+  const Lane lane = p.lanes[blockIdx.y];
+  float* state = p.state + ((uint64_t)lane.slot * p.heads + head) * D * D;
+  const uint32_t size = 1 + 2 * D;
+  float* records = p.records + ((uint64_t)lane.slot * p.verify * p.heads + head) * size;
+  // State and records are a step old, the rest constant: here before the wait.
+  float S[8][4];
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const float4 v = *(const float4*)(state + (i0 + i) * D + j0);
+    S[i][0] = v.x, S[i][1] = v.y, S[i][2] = v.z, S[i][3] = v.w;
+  }
+  for (uint32_t f = 0; f < lane.fold; f++) {
+    const float* rec = records + (uint64_t)f * p.heads * size;
+    const float decay = rec[0];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const float k = rec[1 + i0 + i];
+#pragma unroll
+      for (int j = 0; j < 4; j++) S[i][j] = fmaf(k, rec[1 + D + j0 + j], __fmul_rn(S[i][j], decay));
+    }
+  }
+  const float rate = -expf(p.alog[head]), dt = p.dt[head];
+  float norm[4];
+#pragma unroll
+  for (int j = 0; j < 4; j++) norm[j] = p.norm[j0 + j];
+  pdl_wait();
+  if (lane.fold && lane.record)
+#pragma unroll
+    for (int i = 0; i < 8; i++) *(float4*)(state + (i0 + i) * D + j0) = make_float4(S[i][0], S[i][1], S[i][2], S[i][3]);
+  for (uint32_t row = lane.first; row < lane.first + lane.rows; row++) {
+    const float* line = p.qkv + (uint64_t)row * c;
+    const float qv = __ldcg(line + head / group * D + t), kv = __ldcg(line + (p.key_heads + head / group) * D + t);
+    const float4 v4 = __ldcg((const float4*)(line + (2 * p.key_heads + head) * D + j0));
+    const float v[4] = {v4.x, v4.y, v4.z, v4.w};
+    const uint64_t out = ((uint64_t)row * p.heads + head) * D + j0;
+    const uint2 z2 = __ldcg((const uint2*)(p.z + out));
+    const float decay = expf(rate * softplus(from_bf16(p.a[(uint64_t)row * p.heads + head]) + dt));
+    const float beta = sigmoid(from_bf16(p.b[(uint64_t)row * p.heads + head]));
+    raw[0][t] = qv, raw[1][t] = kv;
+    const float qq = warp_sum(qv * qv), kk = warp_sum(kv * kv), qk = warp_sum(qv * kv);
+    if (t % 32 == 0) parts[warp][0] = qq, parts[warp][1] = kk, parts[warp][2] = qk;
+    __syncthreads();
+    if (row == lane.first) pdl_trigger();  // the next kernel's weights must not stand in the way of these
+    const float qs = 1.0f / sqrtf(parts[0][0] + parts[1][0] + parts[2][0] + parts[3][0] + 1e-6f) / sqrtf((float)D);
+    const float ks = 1.0f / sqrtf(parts[0][1] + parts[1][1] + parts[2][1] + parts[3][1] + 1e-6f);
+    const float dot = (parts[0][2] + parts[1][2] + parts[2][2] + parts[3][2]) * qs * ks;
+    float k[8], u[4] = {0, 0, 0, 0}, w[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      k[i] = raw[1][i0 + i] * ks;
+      const float q = raw[0][i0 + i] * qs;
+#pragma unroll
+      for (int j = 0; j < 4; j++) u[j] = fmaf(S[i][j], k[i], u[j]), w[j] = fmaf(S[i][j], q, w[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      u[j] += __shfl_xor_sync(~0u, u[j], 8), w[j] += __shfl_xor_sync(~0u, w[j], 8);
+      u[j] += __shfl_xor_sync(~0u, u[j], 16), w[j] += __shfl_xor_sync(~0u, w[j], 16);
+    }
+    if (t % 32 < 8)
+#pragma unroll
+      for (int j = 0; j < 4; j++) sums[warp][c4][j] = u[j], sums[warp][c4][4 + j] = w[j];
+    if (lane.record) {
+      float* rec = records + (uint64_t)(row - lane.first) * p.heads * size;
+      if (quarter == 0) rec[1 + t] = kv * ks;
+      if (quarter == 0 && t == 0) rec[0] = decay;
+    }
+    __syncthreads();
+    float d[4], o[4], square = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const float uj = sums[0][c4][j] + sums[1][c4][j] + sums[2][c4][j] + sums[3][c4][j];
+      const float wj = sums[0][c4][4 + j] + sums[1][c4][4 + j] + sums[2][c4][4 + j] + sums[3][c4][4 + j];
+      d[j] = beta * (v[j] - decay * uj);
+      o[j] = decay * wj + dot * d[j];
+      square += o[j] * o[j];
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) S[i][j] = fmaf(k[i], d[j], __fmul_rn(S[i][j], decay));
+    if (t < 8) {
+      square += __shfl_xor_sync(0xffu, square, 1);
+      square += __shfl_xor_sync(0xffu, square, 2);
+      square += __shfl_xor_sync(0xffu, square, 4);
+      if (t == 0) p.squares[((uint64_t)row * p.heads + head) * 4 + quarter] = square;
+      const float z[4] = {lo(z2.x), hi(z2.x), lo(z2.y), hi(z2.y)};
+      uint32_t a[2];
+#pragma unroll
+      for (int j = 0; j < 2; j++)
+        a[j] = (uint32_t)__bfloat16_as_ushort(to_bf16(o[2 * j] * norm[2 * j] * sigmoid(z[2 * j]))) |
+               (uint32_t)__bfloat16_as_ushort(to_bf16(o[2 * j + 1] * norm[2 * j + 1] * sigmoid(z[2 * j + 1]))) << 16;
+      *(uint2*)(p.gated + out) = make_uint2(a[0], a[1]);
+      if (lane.record) {
+        float* rec = records + (uint64_t)(row - lane.first) * p.heads * size;
+#pragma unroll
+        for (int j = 0; j < 4; j++) rec[1 + D + j0 + j] = d[j];
+      }
+    }
+  }
+  if (!lane.record)
+#pragma unroll
+    for (int i = 0; i < 8; i++) *(float4*)(state + (i0 + i) * D + j0) = make_float4(S[i][0], S[i][1], S[i][2], S[i][3]);
 }
 
 // Rotates the first rot values of v in shared memory, thread a pair; all threads of the block.

@@ -19,9 +19,11 @@ typedef __nv_bfloat16 bf16;
 
 // Every block waits before it touches memory, so a kernel that has ended means that all before it have. The next one may start its
 // blocks at once: they wait in turn.
+DEVICE void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE void pdl_trigger() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 DEVICE void pdl() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  pdl_wait();
+  pdl_trigger();
 }
 
 enum { FMT_BF16, FMT_FP32, FMT_FP8_BF16, FMT_FP8_FP32, FMT_NVFP4, FMT_Q4, FMT_Q5, FMT_Q6, FMT_Q8, FMT_FP8, FMT_U4 };

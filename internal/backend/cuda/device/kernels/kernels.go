@@ -56,6 +56,18 @@ const (
 	PartSigmoid2 = 4 // 2*sigmoid(scale*v)
 )
 
+// ProjectRows is how many activation rows a Project kernel takes.
+const ProjectRows = 4
+
+// ProjectShared is the shared memory of a Project kernel's block for r rows of k.
+func ProjectShared(e4m3 bool, r, k int) int {
+	operands := 2
+	if e4m3 {
+		operands = 1
+	}
+	return 1024*r + operands*r*(2*k+32) + 128 + 8*12*1024
+}
+
 // MaxRows is how many activation rows Gemv and HcUp take.
 const MaxRows = 8
 
@@ -91,7 +103,7 @@ func LoadFrom(c *driver.Context, code fs.FS) (*Set, error) {
 			return nil, fmt.Errorf("cuda: kernel %s: %w", k.name, err)
 		}
 		s.funcs[i] = f
-		if ID(i) != Delta {
+		if !slices.Contains([]ID{Delta, ProjectBf16, ProjectE4m3}, ID(i)) {
 			continue
 		}
 		info, err := c.Info(f)
@@ -139,6 +151,9 @@ func (s *Set) Unload(c *driver.Context) error {
 	}
 	return nil
 }
+
+// Name is the kernel's name.
+func (k ID) Name() string { return table[k].name }
 
 // Run launches a kernel on a stream. params is the kernel's struct; pdl lets it start before its predecessor has ended.
 func Run[P any](s *Set, c *driver.Context, st driver.Stream, k ID, grid [3]uint32, shared uint32, params *P, pdl bool) error {

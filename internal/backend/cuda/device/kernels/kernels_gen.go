@@ -8,42 +8,47 @@ import "ninfer/internal/backend/cuda/driver"
 var archs = []string{"sm_90a", "sm_120a"}
 
 // sources are the files the machine code was made from, without suffix.
-var sources = []string{"blocks", "matrix", "streams"}
+var sources = []string{"blocks", "matrix", "project", "streams"}
 
 // ID names a kernel.
 type ID int
 
 // The kernels.
 const (
-	Conv         ID = iota // ConvParams
-	Delta                  // DeltaParams
-	Prep                   // PrepParams
-	BlockKey               // BlockKeyParams
-	Score                  // ScoreParams
-	SelectBlocks           // SelectParams
-	Attend                 // AttendParams
-	Merge                  // MergeParams
-	Route                  // RouteParams
-	Gemv                   // GemvParams
-	HcUp                   // HcUpParams
-	ExpertUp               // ExpertUpParams
-	ExpertDown             // ExpertDownParams
-	Pick                   // PickParams
-	Embed                  // EmbedParams
-	Inject                 // InjectParams
-	StemNorm               // StemParams
-	StemAdd                // StemAddParams
-	Carry                  // CarryParams
-	Table                  // TableParams
-	PleGate                // PleGateParams
-	Gather                 // GatherParams
-	Sizes                  // SizesParams
+	Conv          ID = iota // ConvParams
+	Delta                   // DeltaParams
+	DeltaQuarters           // DeltaParams
+	Prep                    // PrepParams
+	BlockKey                // BlockKeyParams
+	Score                   // ScoreParams
+	SelectBlocks            // SelectParams
+	Attend                  // AttendParams
+	Merge                   // MergeParams
+	Route                   // RouteParams
+	Gemv                    // GemvParams
+	HcUp                    // HcUpParams
+	ExpertUp                // ExpertUpParams
+	ExpertDown              // ExpertDownParams
+	Pick                    // PickParams
+	ProjectBf16             // ProjectParams
+	ProjectE4m3             // ProjectParams
+	Embed                   // EmbedParams
+	Inject                  // InjectParams
+	StemNorm                // StemParams
+	StemAdd                 // StemAddParams
+	Carry                   // CarryParams
+	Table                   // TableParams
+	PleGate                 // PleGateParams
+	Gather                  // GatherParams
+	Words                   // WordsParams
+	Sizes                   // SizesParams
 	kernelCount
 )
 
 var table = [kernelCount]kernelInfo{
 	{name: "conv", source: "blocks", threads: 256},
 	{name: "delta", source: "blocks", threads: (512)},
+	{name: "delta_quarters", source: "blocks", threads: (128)},
 	{name: "prep", source: "blocks", threads: 256},
 	{name: "block_key", source: "blocks", threads: 256},
 	{name: "score", source: "blocks", threads: 256},
@@ -56,6 +61,8 @@ var table = [kernelCount]kernelInfo{
 	{name: "expert_up", source: "matrix", threads: 256},
 	{name: "expert_down", source: "matrix", threads: 256},
 	{name: "pick", source: "matrix", threads: 1024},
+	{name: "project_bf16", source: "project", threads: (256)},
+	{name: "project_e4m3", source: "project", threads: (256)},
 	{name: "embed", source: "streams", threads: 256},
 	{name: "inject", source: "streams", threads: 256},
 	{name: "stem_norm", source: "streams", threads: 256},
@@ -64,6 +71,7 @@ var table = [kernelCount]kernelInfo{
 	{name: "table", source: "streams", threads: 256},
 	{name: "ple_gate", source: "streams", threads: 256},
 	{name: "gather", source: "streams", threads: 256},
+	{name: "words", source: "streams", threads: 256},
 	{name: "sizes", source: "streams", threads: 32},
 }
 
@@ -125,6 +133,30 @@ type GemvParams struct {
 	XF32  uint32
 	Parts uint32
 	Part  [6]Part
+}
+
+// ProjectPart mirrors the struct of that name in params.h.
+type ProjectPart struct {
+	W        driver.Ptr
+	Scale    driver.Ptr
+	Out      driver.Ptr
+	Rows     uint32
+	OutLd    uint32
+	ScaleF32 uint32
+	Reserved uint32
+}
+
+// ProjectParams mirrors the struct of that name in params.h.
+type ProjectParams struct {
+	X       driver.Ptr
+	Squares driver.Ptr
+	R       uint32
+	XLd     uint32
+	K       uint32
+	Dim     uint32
+	Parts   uint32
+	Eps     float32
+	Part    [4]ProjectPart
 }
 
 // EmbedParams mirrors the struct of that name in params.h.
@@ -192,6 +224,8 @@ type DeltaParams struct {
 	State    driver.Ptr
 	Records  driver.Ptr
 	Out      driver.Ptr
+	Gated    driver.Ptr
+	Squares  driver.Ptr
 	KeyHeads uint32
 	Heads    uint32
 	Dim      uint32
@@ -429,6 +463,18 @@ type PickParams struct {
 	Ids    uint32
 }
 
+// WordsParams mirrors the struct of that name in params.h.
+type WordsParams struct {
+	Dst       driver.Ptr
+	Bytes     uint64
+	Mask      uint64
+	Fixed     uint64
+	Mean      float32
+	Deviation float32
+	Kind      uint32
+	Seed      uint32
+}
+
 // SizesParams mirrors the struct of that name in params.h.
 type SizesParams struct {
 	Out      driver.Ptr
@@ -483,6 +529,24 @@ var layout = []uintptr{
 	offset(func(v *GemvParams) *uint32 { return &v.XF32 }),
 	offset(func(v *GemvParams) *uint32 { return &v.Parts }),
 	offset(func(v *GemvParams) *[6]Part { return &v.Part }),
+	sizeOf[ProjectPart](),
+	offset(func(v *ProjectPart) *driver.Ptr { return &v.W }),
+	offset(func(v *ProjectPart) *driver.Ptr { return &v.Scale }),
+	offset(func(v *ProjectPart) *driver.Ptr { return &v.Out }),
+	offset(func(v *ProjectPart) *uint32 { return &v.Rows }),
+	offset(func(v *ProjectPart) *uint32 { return &v.OutLd }),
+	offset(func(v *ProjectPart) *uint32 { return &v.ScaleF32 }),
+	offset(func(v *ProjectPart) *uint32 { return &v.Reserved }),
+	sizeOf[ProjectParams](),
+	offset(func(v *ProjectParams) *driver.Ptr { return &v.X }),
+	offset(func(v *ProjectParams) *driver.Ptr { return &v.Squares }),
+	offset(func(v *ProjectParams) *uint32 { return &v.R }),
+	offset(func(v *ProjectParams) *uint32 { return &v.XLd }),
+	offset(func(v *ProjectParams) *uint32 { return &v.K }),
+	offset(func(v *ProjectParams) *uint32 { return &v.Dim }),
+	offset(func(v *ProjectParams) *uint32 { return &v.Parts }),
+	offset(func(v *ProjectParams) *float32 { return &v.Eps }),
+	offset(func(v *ProjectParams) *[4]ProjectPart { return &v.Part }),
 	sizeOf[EmbedParams](),
 	offset(func(v *EmbedParams) *driver.Ptr { return &v.Rows }),
 	offset(func(v *EmbedParams) *driver.Ptr { return &v.Media }),
@@ -535,6 +599,8 @@ var layout = []uintptr{
 	offset(func(v *DeltaParams) *driver.Ptr { return &v.State }),
 	offset(func(v *DeltaParams) *driver.Ptr { return &v.Records }),
 	offset(func(v *DeltaParams) *driver.Ptr { return &v.Out }),
+	offset(func(v *DeltaParams) *driver.Ptr { return &v.Gated }),
+	offset(func(v *DeltaParams) *driver.Ptr { return &v.Squares }),
 	offset(func(v *DeltaParams) *uint32 { return &v.KeyHeads }),
 	offset(func(v *DeltaParams) *uint32 { return &v.Heads }),
 	offset(func(v *DeltaParams) *uint32 { return &v.Dim }),
@@ -722,6 +788,15 @@ var layout = []uintptr{
 	offset(func(v *PickParams) *driver.Ptr { return &v.Out }),
 	offset(func(v *PickParams) *uint32 { return &v.Rows }),
 	offset(func(v *PickParams) *uint32 { return &v.Ids }),
+	sizeOf[WordsParams](),
+	offset(func(v *WordsParams) *driver.Ptr { return &v.Dst }),
+	offset(func(v *WordsParams) *uint64 { return &v.Bytes }),
+	offset(func(v *WordsParams) *uint64 { return &v.Mask }),
+	offset(func(v *WordsParams) *uint64 { return &v.Fixed }),
+	offset(func(v *WordsParams) *float32 { return &v.Mean }),
+	offset(func(v *WordsParams) *float32 { return &v.Deviation }),
+	offset(func(v *WordsParams) *uint32 { return &v.Kind }),
+	offset(func(v *WordsParams) *uint32 { return &v.Seed }),
 	sizeOf[SizesParams](),
 	offset(func(v *SizesParams) *driver.Ptr { return &v.Out }),
 	offset(func(v *SizesParams) *uint32 { return &v.N }),

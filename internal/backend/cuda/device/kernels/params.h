@@ -54,6 +54,21 @@ struct GemvParams {
   Part part[6];
 };
 
+struct ProjectPart {
+  const void* w;             // [rows][k]: BF16 or E4M3
+  const void* scale;         // of an E4M3 row: BF16, or FP32 with scale_f32
+  __nv_bfloat16* out;        // [r][out_ld]
+  uint32_t rows, out_ld, scale_f32, reserved;
+};
+
+struct ProjectParams {
+  const void* x;             // [r][x_ld]: FP32, or BF16 with squares
+  const float* squares;      // [r][k/dim][4]: parts of the sum of squares of each dim values, or null
+  uint32_t r, x_ld, k, dim, parts;  // r: 1..4
+  float eps;
+  ProjectPart part[4];
+};
+
 struct EmbedParams {
   const Row* rows;
   const float* media;        // [n][h]
@@ -105,7 +120,9 @@ struct DeltaParams {
   const float* norm;         // [dim]
   float* state;              // [slots][heads][dim][dim]
   float* records;            // [lanes][verify][heads][1+2*dim]: decay, key, correction
-  float* out;                // [R][heads*dim]
+  float* out;                // [R][heads*dim]: of delta
+  __nv_bfloat16* gated;      // [R][heads*dim], without the norm's factor: of delta_quarters
+  float* squares;            // [R][heads][4]: of each quarter of a head
   uint32_t key_heads, heads, dim, verify;
   float eps;
   uint32_t reserved;
@@ -273,6 +290,14 @@ struct PickParams {
   const uint32_t* map;           // [rows] or null
   uint32_t* out;                 // [n]
   uint32_t rows, ids;
+};
+
+struct WordsParams {
+  void* dst;
+  uint64_t bytes;
+  uint64_t mask, fixed;          // kind 8: random bits under mask, and fixed ones
+  float mean, deviation;
+  uint32_t kind, seed;           // kind 2: BF16, 4: FP32, both normal; 8: bits; 12: positions, three axes a token
 };
 
 struct SizesParams {

@@ -8,6 +8,7 @@
 //   table      decodes gathered rows of the n-gram table to FP32.
 //   ple_gate   gate of key and stream, v = gate*value (FP32), vn = its norm (BF16). Grid: stream, row.
 //   gather     copies the listed rows. Grid: list.
+//   words      random words: made-up weights and images. Grid: any.
 //   sizes      sizes and offsets of every parameter struct, compared with Go's at start.
 #include "common.cuh"
 #include "sizes_gen.cuh"
@@ -136,6 +137,38 @@ NINFER_KERNEL(gather, GatherParams, 256, 1) {
   pdl();
   const uint64_t from = (uint64_t)p.list[blockIdx.x] * p.width, to = (uint64_t)blockIdx.x * p.width;
   for (uint32_t c = threadIdx.x; c < p.width; c += 256) p.out[to + c] = p.x[from + c];
+}
+
+DEVICE uint64_t mixed(uint64_t i, uint32_t seed) {
+  uint64_t z = i * 0x9e3779b97f4a7c15ull + seed * 0xd1b54a32d192ed03ull;
+  z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
+  z = (z ^ z >> 27) * 0x94d049bb133111ebull;
+  return z ^ z >> 31;
+}
+
+NINFER_KERNEL(words, WordsParams, 256, 1) {
+  pdl();
+  const uint64_t stride = (uint64_t)gridDim.x * 256;
+  for (uint64_t i = (uint64_t)blockIdx.x * 256 + threadIdx.x; i < (p.bytes + 7) / 8; i += stride) {
+    uint64_t w = 0;
+    if (p.kind == 8) {
+      w = (mixed(i, p.seed) & p.mask) | p.fixed;
+    } else if (p.kind == 12) {
+      w = 2 * i / 3 | (2 * i + 1) / 3 << 32;
+    } else {
+      const uint32_t n = 8 / p.kind;
+      for (uint32_t j = 0; j < n; j++) {  // the sum of four uniform values is close to normal; its variance is 4/12
+        const uint64_t h = mixed(i * n + j, p.seed);
+        const float u = ((h & 0xffff) + (h >> 16 & 0xffff) + (h >> 32 & 0xffff) + (h >> 48)) * (1.0f / 65536.0f) - 2.0f;
+        const float v = fmaf(u, p.deviation * 1.7320508f, p.mean);
+        if (p.kind == 4) w |= (uint64_t)__float_as_uint(v) << (32 * j);
+        else w |= (uint64_t)__bfloat16_as_ushort(to_bf16(v)) << (16 * j);
+      }
+    }
+    if (8 * i + 8 <= p.bytes) ((uint64_t*)p.dst)[i] = w;
+    else
+      for (uint32_t k = 0; 8 * i + k < p.bytes; k++) ((uint8_t*)p.dst)[8 * i + k] = w >> (8 * k);
+  }
 }
 
 NINFER_KERNEL(sizes, SizesParams, 32, 1) {

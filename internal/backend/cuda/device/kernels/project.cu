@@ -1,0 +1,229 @@
+// Streaming products with operands of more than BF16's precision: out[r][n] = sum_k W[n][k] x[r][k], r = 1..4.
+//
+//   project_bf16   W in BF16; x becomes a BF16 part and what that leaves, also in BF16: two tensor instructions a chunk.
+//   project_e4m3   W in E4M3 with a scale a row; x becomes FP16, each warp's share scaled by a power of two.
+//   Grid: any; one block an SM.
+//
+// x is FP32, or BF16 times a factor that belongs to a head: 1 over the root of the mean of its squares, which four blocks of the delta
+// rule have summed. Each of eight warps owns a run of k in all of the block's rows and streams it through copies that are private to a
+// lane, in flight before the dependency wait; sums meet in warp order once a tile of 16 rows.
+#include "common.cuh"
+
+extern __shared__ __align__(128) uint8_t room[];
+
+static constexpr int kProject = 256;
+static constexpr int kDepth = 12;  // KB on their way a warp
+
+DEVICE uint32_t shared_at(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+DEVICE uint4 shared_load(uint32_t a) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a));
+  return v;
+}
+DEVICE void shared_store(uint32_t a, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+DEVICE void multiply_bf16(float* acc, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+DEVICE void multiply_f16(float* acc, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+DEVICE uint2 e4m3_to_f16(uint32_t w) {  // four codes, k ascending
+  uint2 r;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}" : "=r"(r.x), "=r"(r.y) : "r"(w));
+  return r;
+}
+DEVICE uint32_t two_bf16(float a, float b) {
+  uint32_t r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(b), "f"(a));
+  return r;
+}
+DEVICE uint32_t two_f16(float a, float b) {
+  uint32_t r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(b), "f"(a));
+  return r;
+}
+DEVICE uint32_t cut(uint32_t n, uint32_t m, uint32_t i) { return (uint32_t)((uint64_t)n * i / m); }
+
+// Eight operand values from k on, as FP32.
+DEVICE void operand8(const ProjectParams& p, uint32_t r, uint32_t k, float factor, float* v) {
+  if (p.squares) {
+    const uint4 q = __ldcg((const uint4*)((const bf16*)p.x + (uint64_t)r * p.x_ld + k));
+    v[0] = lo(q.x), v[1] = hi(q.x), v[2] = lo(q.y), v[3] = hi(q.y), v[4] = lo(q.z), v[5] = hi(q.z), v[6] = lo(q.w), v[7] = hi(q.w);
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] *= factor;
+  } else {
+    const float4* q = (const float4*)((const float*)p.x + (uint64_t)r * p.x_ld + k);
+    const float4 a = __ldcg(q), b = __ldcg(q + 1);
+    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+  }
+}
+
+template <bool F8>
+DEVICE void project(const ProjectParams& p) {
+  constexpr int W = kProject / 32;
+  constexpr uint32_t ks = F8 ? 64 : 32;  // k positions of a chunk: 64 bytes of a row
+  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const uint32_t row_bytes = F8 ? p.k : 2 * p.k, pitch = 2 * p.k + 32;
+  // shared memory: sums [2][warp][r][16], operand [r][pitch] (and again what it leaves), copies [warp][kDepth][2][lane][16]
+  float* sums = (float*)room;
+  const uint32_t xs = shared_at(room) + 2 * W * p.r * 64, rest = xs + p.r * pitch;
+  const uint32_t fifo = ((xs + (F8 ? 1 : 2) * p.r * pitch + 127) & ~127u) + warp * (kDepth * 1024) + lane * 16;
+
+  uint32_t total = 0;
+  for (uint32_t i = 0; i < p.parts; i++) total += p.part[i].rows;
+  const uint32_t begin = cut(total, gridDim.x, blockIdx.x), end = cut(total, gridDim.x, blockIdx.x + 1);
+  const uint32_t tiles = (end - begin + 15) / 16, tile = tiles ? (end - begin + tiles - 1) / tiles : 0;
+  const uint32_t all = p.k / ks, chunk0 = cut(all, W, warp), chunks = cut(all, W, warp + 1) - chunk0;
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+
+  // Copies run ahead of the work by kDepth chunks, across tiles.
+  uint32_t ahead_tile = 0, ahead_chunk = chunks, ahead_slot = 0;
+  const uint8_t *src0 = nullptr, *src1 = nullptr;
+  auto row_at = [&](uint32_t n, bool live) -> const uint8_t* {
+    if (!live) return nullptr;
+    uint32_t i = 0;
+    while (n >= p.part[i].rows) n -= p.part[i++].rows;
+    return (const uint8_t*)p.part[i].w + (uint64_t)n * row_bytes + chunk0 * 64 + t * 16;
+  };
+  auto copy_next = [&]() {
+    if (ahead_chunk == chunks) {
+      const uint32_t first = begin + ahead_tile * tile, stop = min(end, first + tile);
+      const bool live = ahead_tile < tiles && chunks > 0;
+      src0 = row_at(first + g, live && first + g < stop), src1 = row_at(first + g + 8, live && first + g + 8 < stop);
+      ahead_chunk = 0, ahead_tile++;
+    }
+    const uint32_t dst = fifo + ahead_slot * 1024;
+    if (src0) asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src0 + ahead_chunk * 64), "l"(policy) : "memory");
+    if (src1) asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(dst + 512), "l"(src1 + ahead_chunk * 64), "l"(policy) : "memory");
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    ahead_chunk++;
+    if (++ahead_slot == kDepth) ahead_slot = 0;
+  };
+  if (chunks)
+    for (int i = 0; i < kDepth; i++) copy_next();
+
+  pdl_wait();
+
+  // The warp's own share of the operand, which nobody else reads.
+  float undo[2] = {1.0f, 1.0f};
+  const uint32_t units = chunks * ks / 8, k0 = chunk0 * ks;
+  for (uint32_t r = 0; r < p.r; r++) {
+    auto get = [&](uint32_t u, float* v) {
+      const uint32_t k = k0 + u * 8;
+      float factor = 1.0f;
+      if (p.squares) {
+        const float4 s = __ldcg((const float4*)p.squares + (uint64_t)r * (p.k / p.dim) + k / p.dim);
+        factor = 1.0f / sqrtf((s.x + s.y + s.z + s.w) / p.dim + p.eps);
+      }
+      operand8(p, r, k, factor, v);
+    };
+    if (F8) {
+      float v[3][8], most = 0.0f;
+      float scale = 1.0f;
+      const bool kept = units <= 96;
+#pragma unroll
+      for (int j = 0; j < 3; j++)
+        if (kept && lane + 32 * j < units) {
+          get(lane + 32 * j, v[j]);
+#pragma unroll
+          for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(v[j][i]));
+        }
+      if (!kept)
+        for (uint32_t u = lane; u < units; u += 32) {
+          get(u, v[0]);
+#pragma unroll
+          for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(v[0][i]));
+        }
+      const uint32_t top = __reduce_max_sync(~0u, __float_as_uint(most)) >> 23;  // exponent of the largest magnitude
+      const int shift = max(-100, min(100, 141 - (int)top));
+      scale = __uint_as_float((uint32_t)(127 + shift) << 23);
+      if (r == 2 * t) undo[0] = __uint_as_float((uint32_t)(127 - shift) << 23);
+      if (r == 2 * t + 1) undo[1] = __uint_as_float((uint32_t)(127 - shift) << 23);
+      auto put = [&](uint32_t u, const float* w) {
+        shared_store(xs + r * pitch + k0 * 2 + u * 16, make_uint4(two_f16(w[0] * scale, w[1] * scale), two_f16(w[2] * scale, w[3] * scale),
+                                                                  two_f16(w[4] * scale, w[5] * scale), two_f16(w[6] * scale, w[7] * scale)));
+      };
+#pragma unroll
+      for (int j = 0; j < 3; j++)
+        if (kept && lane + 32 * j < units) put(lane + 32 * j, v[j]);
+      if (!kept)
+        for (uint32_t u = lane; u < units; u += 32) {
+          get(u, v[0]);
+          put(u, v[0]);
+        }
+    } else {
+#pragma unroll 3
+      for (uint32_t u = lane; u < units; u += 32) {
+        float v[8], w[8];
+        get(u, v);
+        const uint4 h = make_uint4(two_bf16(v[0], v[1]), two_bf16(v[2], v[3]), two_bf16(v[4], v[5]), two_bf16(v[6], v[7]));
+        w[0] = v[0] - lo(h.x), w[1] = v[1] - hi(h.x), w[2] = v[2] - lo(h.y), w[3] = v[3] - hi(h.y);
+        w[4] = v[4] - lo(h.z), w[5] = v[5] - hi(h.z), w[6] = v[6] - lo(h.w), w[7] = v[7] - hi(h.w);
+        shared_store(xs + r * pitch + k0 * 2 + u * 16, h);
+        shared_store(rest + r * pitch + k0 * 2 + u * 16, make_uint4(two_bf16(w[0], w[1]), two_bf16(w[2], w[3]), two_bf16(w[4], w[5]), two_bf16(w[6], w[7])));
+      }
+    }
+  }
+  __syncwarp();
+  pdl_trigger();
+
+  const bool live = g < p.r;
+  uint32_t slot = 0;
+  for (uint32_t i = 0; i < tiles; i++) {
+    float acc[2][4] = {};
+    uint32_t at_x = g * pitch + k0 * 2 + t * ks / 2;
+#pragma unroll 4
+    for (uint32_t c = 0; c < chunks; c++) {
+      asm volatile("cp.async.wait_group %0;" ::"n"(kDepth - 1) : "memory");
+      const uint4 u = shared_load(fifo + slot * 1024), v = shared_load(fifo + slot * 1024 + 512);
+      uint4 x0 = make_uint4(0, 0, 0, 0), x1 = x0;
+      if (live) x0 = shared_load(xs + at_x), x1 = shared_load(F8 ? xs + at_x + 16 : rest + at_x);
+      copy_next();
+      if (F8) {
+        uint2 a = e4m3_to_f16(u.x), b = e4m3_to_f16(v.x);
+        multiply_f16(acc[0], a.x, b.x, a.y, b.y, x0.x, x0.y);
+        a = e4m3_to_f16(u.y), b = e4m3_to_f16(v.y);
+        multiply_f16(acc[1], a.x, b.x, a.y, b.y, x0.z, x0.w);
+        a = e4m3_to_f16(u.z), b = e4m3_to_f16(v.z);
+        multiply_f16(acc[0], a.x, b.x, a.y, b.y, x1.x, x1.y);
+        a = e4m3_to_f16(u.w), b = e4m3_to_f16(v.w);
+        multiply_f16(acc[1], a.x, b.x, a.y, b.y, x1.z, x1.w);
+      } else {
+        multiply_bf16(acc[0], u.x, v.x, u.y, v.y, x0.x, x0.y);
+        multiply_bf16(acc[1], u.z, v.z, u.w, v.w, x0.z, x0.w);
+        multiply_bf16(acc[0], u.x, v.x, u.y, v.y, x1.x, x1.y);
+        multiply_bf16(acc[1], u.z, v.z, u.w, v.w, x1.z, x1.w);
+      }
+      at_x += ks * 2;
+      if (++slot == kDepth) slot = 0;
+    }
+    float* mine = sums + (i % 2 * W + warp) * p.r * 16;
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+      if (2 * t + j < p.r) {
+        mine[(2 * t + j) * 16 + g] = (acc[0][j] + acc[1][j]) * undo[j];
+        mine[(2 * t + j) * 16 + g + 8] = (acc[0][j + 2] + acc[1][j + 2]) * undo[j];
+      }
+    __syncthreads();  // the other buffer's readers have passed here too
+    const uint32_t r = threadIdx.x / 16, first = begin + i * tile;
+    uint32_t n = first + threadIdx.x % 16;
+    if (r < p.r && threadIdx.x % 16 < tile && n < end) {
+      float v = 0.0f;
+#pragma unroll
+      for (int w = 0; w < W; w++) v += sums[(i % 2 * W + w) * p.r * 16 + threadIdx.x];
+      uint32_t j = 0;
+      while (n >= p.part[j].rows) n -= p.part[j++].rows;
+      const ProjectPart& q = p.part[j];
+      if (F8) v *= q.scale_f32 ? __ldg((const float*)q.scale + n) : from_bf16(((const bf16*)q.scale)[n]);
+      q.out[(uint64_t)r * q.out_ld + n] = to_bf16(v);
+    }
+  }
+}
+
+NINFER_KERNEL(project_bf16, ProjectParams, kProject, 1) { project<false>(p); }
+NINFER_KERNEL(project_e4m3, ProjectParams, kProject, 1) { project<true>(p); }

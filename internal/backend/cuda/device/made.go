@@ -1,0 +1,216 @@
+package device
+
+import (
+	"fmt"
+	"math"
+	"slices"
+
+	"ninfer/internal/backend"
+	"ninfer/internal/backend/cuda/device/kernels"
+	"ninfer/internal/backend/cuda/driver"
+	tuned "ninfer/internal/backend/cuda/kernels"
+	"ninfer/internal/backend/cuda/nvml"
+)
+
+// Plane is a run of random words of a tensor; bytes in no plane are zero.
+type Plane struct {
+	Offset, Bytes int64
+	// Width 2 and 4 are BF16 and FP32 words with Mean and Deviation, close to a normal distribution; 8 are random bits under Mask and the
+	// Fixed ones.
+	Width           int
+	Mean, Deviation float64
+	Mask, Fixed     uint64
+}
+
+// put brings a tensor's bytes to device memory, or makes them there, and waits for it: data may be a mapping.
+func (d *Device) put(c *driver.Context, dst driver.Ptr, data []byte) error {
+	d.stored += uint64(len(data))
+	if d.opt.Made != nil {
+		if planes, ok := d.opt.Made(data); ok {
+			return d.make(c, dst, len(data), planes)
+		}
+	}
+	if err := c.ToDevice(d.stream, dst, data); err != nil {
+		return err
+	}
+	return c.SyncStream(d.stream)
+}
+
+func (d *Device) make(c *driver.Context, dst driver.Ptr, bytes int, planes []Plane) error {
+	if err := c.Set(d.stream, dst, 0, uint64(bytes)); err != nil {
+		return err
+	}
+	for _, p := range planes {
+		if p.Offset < 0 || p.Bytes < 0 || p.Offset+p.Bytes > int64(bytes) || !slices.Contains([]int{2, 4, 8}, p.Width) {
+			return fmt.Errorf("words of %d bytes at %d in a tensor of %d", p.Width, p.Offset, bytes)
+		}
+		err := d.words(c, dst+driver.Ptr(p.Offset), kernels.WordsParams{
+			Bytes: uint64(p.Bytes), Mask: p.Mask, Fixed: p.Fixed, Mean: float32(p.Mean), Deviation: float32(p.Deviation), Kind: uint32(p.Width),
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// words fills device memory; every call makes others.
+func (d *Device) words(c *driver.Context, dst driver.Ptr, p kernels.WordsParams) error {
+	if p.Bytes == 0 {
+		return nil
+	}
+	d.seed++
+	p.Dst, p.Seed = dst, d.seed
+	blocks := min(uint64(8*d.owner.Device().SMs), (p.Bytes+2047)/2048)
+	return kernels.Run(d.set, c, d.stream, kernels.Words, [3]uint32{uint32(blocks), 1, 1}, 0, &p, false)
+}
+
+// positions is WordsParams.Kind of three equal rotary positions a token.
+const positions = 12
+
+// Fill makes an image of so many tokens of random data, as if a text of that length had been read: for measuring speed at lengths that
+// would take too long to read. The drafter is as far as the target.
+func (d *Device) Fill(i backend.Image, tokens int) error {
+	slot, err := d.find(i)
+	if err != nil {
+		return err
+	}
+	if tokens < 0 || tokens > d.opt.Tokens {
+		return fmt.Errorf("cuda: fill %d tokens: an image has room for %d", tokens, d.opt.Tokens)
+	}
+	return d.do("fill", func(c *driver.Context) error {
+		if err := d.empty(c, slot); err != nil {
+			return err
+		}
+		for id, s := range d.opt.States {
+			p := &d.states[id]
+			if p.at == 0 || s.Kind == backend.Carried {
+				continue
+			}
+			w := kernels.WordsParams{Kind: uint32(p.element), Deviation: 1}
+			values := s.Rows * s.Width
+			switch s.Kind {
+			case backend.PerToken:
+				values = tokens * s.Width
+			case backend.PerBlock:
+				values = tokens / s.Ratio * s.Width
+			}
+			switch s.Store {
+			case backend.StoreInt:
+				w.Kind = positions
+			case backend.StoreMatrix:
+				w.Deviation = 0.05
+			}
+			w.Bytes = uint64(values) * p.element
+			if err := d.words(c, p.at+driver.Ptr(uint64(slot)*d.slotBytes(backend.StateID(id))), w); err != nil {
+				return err
+			}
+		}
+		d.images[slot].length = tokens
+		return c.SyncStream(d.stream)
+	})
+}
+
+// Distinct is how many different experts the rows of a step's last launch chose in each mixture, where the tuned kernels ran it.
+func (d *Device) Distinct(st backend.Step) ([]int, error) {
+	s, ok := st.(*step)
+	if !ok || s.d != d || d.closed {
+		return nil, fmt.Errorf("cuda: distinct experts: step of another device, or device closed")
+	}
+	n := make([]uint32, s.mixtures)
+	err := d.do("distinct experts", func(c *driver.Context) error {
+		if err := c.SyncStream(d.stream); err != nil {
+			return err
+		}
+		if err := c.ToHost(d.stream, bytesIn(n), s.distinct); err != nil {
+			return err
+		}
+		return c.SyncStream(d.stream)
+	})
+	list := make([]int, len(n))
+	for i, v := range n {
+		list[i] = int(v)
+	}
+	return list, err
+}
+
+// ReadRate measures how fast the GPU reads memory, in bytes a second: a stream of copies into shared memory, the best of some shapes, each
+// the median of several runs. It needs some GiB of free memory for a moment.
+func (d *Device) ReadRate() (rate float64, err error) {
+	if d.tuned == nil {
+		return 0, fmt.Errorf("cuda: read rate: not with plain kernels")
+	}
+	err = d.do("read rate", func(c *driver.Context) error {
+		const size = 2 << 30
+		src, err := c.Alloc("the read stream", size)
+		if err != nil {
+			return &hostError{err}
+		}
+		defer func() { _ = c.Free(src) }()
+		sink, err := c.Alloc("the read stream", 64)
+		if err != nil {
+			return &hostError{err}
+		}
+		defer func() { _ = c.Free(sink) }()
+		if err := d.words(c, src, kernels.WordsParams{Bytes: size, Kind: 8, Mask: math.MaxUint64}); err != nil {
+			return err
+		}
+		var from, to driver.Event
+		for _, e := range []*driver.Event{&from, &to} {
+			if *e, err = c.NewEvent(true); err != nil {
+				return err
+			}
+			defer func() { _ = c.DestroyEvent(*e) }()
+		}
+		sms := uint32(d.owner.Device().SMs)
+		for _, v := range []struct{ blocks, stages, bytes uint32 }{{1, 8, 16 << 10}, {1, 12, 16 << 10}, {2, 6, 8 << 10}, {1, 6, 32 << 10}} {
+			plan := tuned.Plan{Kernel: tuned.ReadBulk, Grid: v.blocks * sms, Shared: v.stages*v.bytes + 128}
+			q := tuned.ReadParams{Src: src, Bytes: size, Sink: sink, Stages: v.stages, StageBytes: v.bytes}
+			if int(plan.Shared) > d.owner.Device().SharedPerBlock {
+				continue
+			}
+			const each, runs = 3, 9
+			var times []float64
+			for i := range runs + 2 {
+				if err := c.Record(from, d.stream); err != nil {
+					return err
+				}
+				for range each {
+					if err := tuned.Run(d.tuned, c, d.stream, plan, &q, true); err != nil {
+						return err
+					}
+				}
+				if err := c.Record(to, d.stream); err != nil {
+					return err
+				}
+				if err := c.Sync(to); err != nil {
+					return err
+				}
+				us, err := c.Elapsed(from, to)
+				if err != nil {
+					return err
+				}
+				if i >= 2 {
+					times = append(times, us)
+				}
+			}
+			slices.Sort(times)
+			rate = max(rate, each*size/times[len(times)/2]*1e6)
+		}
+		return nil
+	})
+	return rate, err
+}
+
+// Status reads power and clocks; ok is false where the machine has no management library.
+func (d *Device) Status() (s nvml.Status, ok bool) {
+	l, err := nvml.Open()
+	if err != nil {
+		return s, false
+	}
+	g, err := l.Device(d.owner.Device().Bus)
+	if err != nil {
+		return s, false
+	}
+	return g.Read(), true
+}
