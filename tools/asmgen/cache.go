@@ -1,8 +1,6 @@
 package main
 
 import (
-	"math"
-
 	. "github.com/mmcloughlin/avo/build"
 	. "github.com/mmcloughlin/avo/operand"
 	. "github.com/mmcloughlin/avo/reg"
@@ -38,8 +36,8 @@ func convert(name, signature, doc string, from, to uint8, before func(), body fu
 // cache: what caches and states in fewer bytes need. n is positive.
 func cache() {
 	one, half, quiet := word("bf16One", 1), word("bf16Half", 0x7fff), word("bf16Quiet", 0x40)
-	sign, magnitude := word("fp8Sign", 0x80), word("fp8Magnitude", 0x7f)
-	up := constant("fp8Up", math.Ldexp(1, 120))
+	half16 := words("fp8Half", 8, func(int) uint16 { return 0xbf80 })
+	up := constant("fp8Up", 256)
 
 	convert("expandBF16", "func(dst *float32, src *uint16, n int)", "dst = src, exact.", 2, 4, func() {}, func(src, dst Mem) {
 		x := YMM()
@@ -65,17 +63,15 @@ func cache() {
 		VMOVDQU(high, dst)
 	})
 	var scale VecVirtual
-	convert("expandFP8", "func(dst *float32, src *byte, n int, scale *float32)", "dst = scale * src. The bits of a word stand for 2^-120 of its value.", 1, 4, func() {
+	convert("expandFP8", "func(dst *float32, src *byte, n int, scale *float32)", "dst = scale * src, by way of binary16 as in the matrix kernels.", 1, 4, func() {
 		scale = YMM()
 		VBROADCASTSS(Mem{Base: Load(Param("scale"), GP64())}, scale)
 	}, func(src, dst Mem) {
-		x, s := YMM(), YMM()
-		VPMOVZXBD(src, x)
-		VPAND(sign, x, s)
-		VPAND(magnitude, x, x)
-		VPSLLD(Imm(24), s, s)
-		VPSLLD(Imm(20), x, x)
-		VPOR(s, x, x)
+		h, x := XMM(), YMM()
+		VPMOVSXBW(src, h)
+		VPSLLW(Imm(7), h, h)
+		VPAND(half16, h, h)
+		VCVTPH2PS(h, x)
 		VMULPS(up, x, x)
 		VMULPS(scale, x, x)
 		VMOVUPS(x, dst)

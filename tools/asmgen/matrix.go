@@ -135,10 +135,12 @@ func fp32(s isa) format {
 	}
 }
 
-// fp8 moves sign, exponent and mantissa of a code to their places in a float32, which then is 2^-120 of the value, subnormals
-// included. Activations are packed times 2^60, so that products stay far from both ends of the range; the factor of the row has the
-// other 2^60. Four bytes of a 32-bit lane make four vectors: vector j, lane l holds column 4l+j.
+// fp8 moves sign, exponent and mantissa of a code to their places in a binary16, which then is 2^-8 of the value, subnormals included,
+// and converts that; the factor of the row has the other 2^8. A float32 would have room for the code as it is, but subnormal ones would
+// be subnormal float32, on which processors of Intel spend a hundred cycles; as binary16 they cost nothing. Words of two bytes make two
+// vectors each: first those of the even columns, then those of the odd ones.
 func fp8(s isa) format {
+	wide := s.lanes == 16
 	return format{
 		name: "FP8", columns: 4 * s.lanes, bytes: 4 * s.lanes,
 		setup: func(w *weights) any {
@@ -149,20 +151,34 @@ func fp8(s isa) format {
 		block: func(w *weights, c any, i, _ int, emit func(VecVirtual)) {
 			d := s.vec()
 			VMOVUPS(w.codes.at(i, 0), d)
-			for j := range 4 {
+			for odd := range 2 {
 				v := s.vec()
-				if j < 3 {
-					VPSLLD(Imm(uint64(24-8*j)), d, v)
-					VPSRAD(Imm(4), v, v)
+				if odd == 0 {
+					VPSLLW(Imm(8), d, v)
+					VPSRAW(Imm(1), v, v)
 				} else {
-					VPSRAD(Imm(4), d, v)
+					VPSRAW(Imm(1), d, v)
 				}
-				if s.lanes == 16 {
+				if wide {
 					VPANDD(c.(VecVirtual), v, v)
 				} else {
 					VPAND(c.(VecVirtual), v, v)
 				}
-				emit(v)
+				low, high := s.vec(), s.vec()
+				if wide {
+					half := YMM()
+					VCVTPH2PS(v.AsY(), low)
+					emit(low)
+					VEXTRACTF64X4(Imm(1), v, half)
+					VCVTPH2PS(half, high)
+				} else {
+					half := XMM()
+					VCVTPH2PS(v.AsX(), low)
+					emit(low)
+					VEXTRACTI128(Imm(1), v, half)
+					VCVTPH2PS(half, high)
+				}
+				emit(high)
 			}
 		},
 	}
@@ -656,7 +672,7 @@ func tables() {
 	signed4Float = floatTable("signed4Float", signed)
 	nibbleMask = words("nibbleMask", 16, func(int) uint16 { return 0x0f0f })
 	upperMask = words("upperMask", 16, func(j int) uint16 { return []uint16{0, 0xffff}[j%2] })
-	fp8Mask = words("fp8Mask", 2, func(j int) uint16 { return []uint16{0, 0x87f0}[j] })
+	fp8Mask = words("fp8Mask", 2, func(int) uint16 { return 0xbf80 })
 	for u := range 2 {
 		// Group u to the low bytes of the first four words, group 2+u to those of the others.
 		scaleSpread[u] = words(fmt.Sprintf("scaleSpread%d", u), 8, func(j int) uint16 { return 0x8000 | uint16(u+j/4*2) })

@@ -343,6 +343,9 @@ func (m *machine64) vectorStep(in line, dst string) {
 	case "VPSRLW":
 		a := src(1, n)
 		words(2, func(i int) uint64 { return get(a, 2, i) >> imm() })
+	case "VPSRAW":
+		a := src(1, n)
+		words(2, func(i int) uint64 { return uint64(int16(get(a, 2, i)) >> imm()) })
 	case "VPSRLVD":
 		count, a := src(0, n), src(1, n)
 		words(4, func(i int) uint64 { return get(a, 4, i) >> get(count, 4, i) })

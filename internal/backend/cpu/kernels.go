@@ -9,42 +9,37 @@ import (
 	"ninfer/internal/num"
 )
 
-// order is how a kernel wants its activations: a permutation of the columns inside runs, and a factor.
+// order is how a kernel wants its activations: a permutation of the columns inside runs.
 type order uint8
 
 const (
 	natural     order = iota
-	bytes8            // E4M3 in vectors of 8: column 4l+j at place 8j+l of a run of 32, times 2^60
-	bytes16           // in vectors of 16: column 4l+j at place 16j+l of a run of 64, times 2^60
+	bytes8            // E4M3 in vectors of 8: of a run of 32 the even columns, then the odd ones
+	bytes16           // in vectors of 16: the same of 64
 	nibbles           // see tools/asmgen, nibble
 	evenOdd           // columns 0 2 4 .. 14, then 1 3 5 .. 15
 	interleaved       // columns 0 8 1 9 .. 7 15
 	numOrders
 )
 
-// orderSpec is a run of columns by place, and the factor.
-type orderSpec struct {
-	source []uint8
-	factor float32
-}
-
-var orders = func() (t [numOrders]orderSpec) {
-	set := func(o order, run int, factor float32, source func(i int) int) {
-		t[o] = orderSpec{make([]uint8, run), factor}
+// orders are runs of columns by place.
+var orders = func() (t [numOrders][]uint8) {
+	set := func(o order, run int, source func(i int) int) {
+		t[o] = make([]uint8, run)
 		for i := range run {
-			t[o].source[i] = uint8(source(i))
+			t[o][i] = uint8(source(i))
 		}
 	}
-	set(natural, 1, 1, func(int) int { return 0 })
-	set(bytes8, 32, 0x1p60, func(i int) int { return i%8*4 + i/8 })
-	set(bytes16, 64, 0x1p60, func(i int) int { return i%16*4 + i/16 })
-	set(nibbles, 64, 1, func(i int) int {
+	set(natural, 1, func(int) int { return 0 })
+	set(bytes8, 32, func(i int) int { return i%16*2 + i/16 })
+	set(bytes16, 64, func(i int) int { return i%32*2 + i/32 })
+	set(nibbles, 64, func(i int) int {
 		lane, odd, upper, high := i%8, i/8%2, i/16%2, i/32
 		b := lane/4*16 + upper*8 + lane%4*2 + odd
 		return 2*b + high
 	})
-	set(evenOdd, 16, 1, func(i int) int { return i%8*2 + i/8 })
-	set(interleaved, 16, 1, func(i int) int { return i/2 + i%2*8 })
+	set(evenOdd, 16, func(i int) int { return i%8*2 + i/8 })
+	set(interleaved, 16, func(i int) int { return i/2 + i%2*8 })
 	return t
 }()
 
@@ -76,9 +71,8 @@ type kernels struct {
 	dot     [3]dotFunc
 }
 
-// fp8Factor is what a finished sum over FP8 weights is still multiplied with: the kernels read codes as 2^-120 of their values and
-// activations as 2^60 of theirs.
-const fp8Factor = 0x1p60
+// fp8Factor is what a finished sum over FP8 weights is still multiplied with: the kernels read codes as binary16, 2^-8 of their values.
+const fp8Factor = 0x1p8
 
 // matrix is a weight made ready for multiplication.
 type matrix struct {
@@ -368,26 +362,26 @@ func (m *matrix) finish(rows int, out []float32, ldo, first, end int) {
 
 // pack copies rows of k values to rows of padded values in the given order, zeros behind.
 func pack(o order, dst []float32, padded int, src []float32, ld, k, rows int) {
-	spec := &orders[o]
+	source := orders[o]
 	for r := range rows {
 		x, to := src[r*ld:][:k], dst[r*padded:][:padded]
 		if o == natural {
 			clear(to[copy(to, x):])
 			continue
 		}
-		n := len(spec.source)
+		n := len(source)
 		for len(x) >= n {
 			t, from := to[:n], x[:n]
-			for i, c := range spec.source {
-				t[i] = from[c] * spec.factor
+			for i, c := range source {
+				t[i] = from[c]
 			}
 			x, to = x[n:], to[n:]
 		}
 		clear(to)
 		if len(x) > 0 {
-			for i, c := range spec.source {
+			for i, c := range source {
 				if int(c) < len(x) {
-					to[i] = x[c] * spec.factor
+					to[i] = x[c]
 				}
 			}
 		}

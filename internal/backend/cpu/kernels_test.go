@@ -169,12 +169,12 @@ func TestDecodeCodes(t *testing.T) {
 				k.decode(&got[0], ptr(run.codes), ptr(run.high), ptr(run.scales), m.blocks)
 				w.Decode(want, n)
 				for i, v := range got {
-					src := orders[k.order].source
+					src := orders[k.order]
 					c := i/len(src)*len(src) + int(src[i%len(src)])
 					u := float64(v)
 					switch f {
 					case num.FP8RowBF16:
-						u *= 0x1p120 * float64(num.FromBF16(uint16(run16(m.scales[2*n:]))))
+						u *= fp8Factor * float64(num.FromBF16(uint16(run16(m.scales[2*n:]))))
 					case num.FP8RowFP32:
 						u = 0 // the codes are those of FP8RowBF16
 						want[c] = 0

@@ -315,7 +315,7 @@ func expandBF16AVX2(dst *float32, src *uint16, n int)
 //go:noescape
 func shrinkBF16AVX2(dst *uint16, src *float32, n int)
 
-// expandFP8AVX2: dst = scale * src. The bits of a word stand for 2^-120 of its value.
+// expandFP8AVX2: dst = scale * src, by way of binary16 as in the matrix kernels.
 //
 //go:noescape
 func expandFP8AVX2(dst *float32, src *byte, n int, scale *float32)

@@ -404,8 +404,8 @@ DATA upperMask<>+28(SB)/2, $0x0000
 DATA upperMask<>+30(SB)/2, $0xffff
 GLOBL upperMask<>(SB), RODATA|NOPTR, $32
 
-DATA fp8Mask<>+0(SB)/2, $0x0000
-DATA fp8Mask<>+2(SB)/2, $0x87f0
+DATA fp8Mask<>+0(SB)/2, $0xbf80
+DATA fp8Mask<>+2(SB)/2, $0xbf80
 GLOBL fp8Mask<>(SB), RODATA|NOPTR, $4
 
 DATA scaleSpread0<>+0(SB)/2, $0x8000
@@ -912,7 +912,7 @@ block:
 	RET
 
 // func gemv1FP8AVX2(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
-// Requires: AVX, AVX2, FMA3, MMX+
+// Requires: AVX, AVX2, F16C, FMA3, MMX+
 TEXT ·gemv1FP8AVX2(SB), NOSPLIT, $0-120
 	MOVQ         codes+32(FP), AX
 	MOVQ         codesStride+56(FP), CX
@@ -936,68 +936,68 @@ block:
 	PREFETCHT0   (R8)(DX*1)
 	ADDQ         $0x00000020, R8
 	VMOVUPS      (AX), Y5
-	VPSLLD       $0x18, Y5, Y6
-	VPSRAD       $0x04, Y6, Y6
+	VPSLLW       $0x08, Y5, Y6
+	VPSRAW       $0x01, Y6, Y6
 	VPAND        Y0, Y6, Y6
-	VFMADD231PS  (DI), Y6, Y1
-	VPSLLD       $0x10, Y5, Y6
-	VPSRAD       $0x04, Y6, Y6
-	VPAND        Y0, Y6, Y6
+	VCVTPH2PS    X6, Y7
+	VFMADD231PS  (DI), Y7, Y1
+	VEXTRACTI128 $0x01, Y6, X6
+	VCVTPH2PS    X6, Y6
 	VFMADD231PS  32(DI), Y6, Y1
-	VPSLLD       $0x08, Y5, Y6
-	VPSRAD       $0x04, Y6, Y6
-	VPAND        Y0, Y6, Y6
-	VFMADD231PS  64(DI), Y6, Y1
-	VPSRAD       $0x04, Y5, Y5
+	VPSRAW       $0x01, Y5, Y5
 	VPAND        Y0, Y5, Y5
+	VCVTPH2PS    X5, Y6
+	VFMADD231PS  64(DI), Y6, Y1
+	VEXTRACTI128 $0x01, Y5, X5
+	VCVTPH2PS    X5, Y5
 	VFMADD231PS  96(DI), Y5, Y1
 	VMOVUPS      (AX)(CX*1), Y5
-	VPSLLD       $0x18, Y5, Y6
-	VPSRAD       $0x04, Y6, Y6
+	VPSLLW       $0x08, Y5, Y6
+	VPSRAW       $0x01, Y6, Y6
 	VPAND        Y0, Y6, Y6
-	VFMADD231PS  (DI), Y6, Y2
-	VPSLLD       $0x10, Y5, Y6
-	VPSRAD       $0x04, Y6, Y6
-	VPAND        Y0, Y6, Y6
+	VCVTPH2PS    X6, Y7
+	VFMADD231PS  (DI), Y7, Y2
+	VEXTRACTI128 $0x01, Y6, X6
+	VCVTPH2PS    X6, Y6
 	VFMADD231PS  32(DI), Y6, Y2
-	VPSLLD       $0x08, Y5, Y6
-	VPSRAD       $0x04, Y6, Y6
-	VPAND        Y0, Y6, Y6
-	VFMADD231PS  64(DI), Y6, Y2
-	VPSRAD       $0x04, Y5, Y5
+	VPSRAW       $0x01, Y5, Y5
 	VPAND        Y0, Y5, Y5
+	VCVTPH2PS    X5, Y6
+	VFMADD231PS  64(DI), Y6, Y2
+	VEXTRACTI128 $0x01, Y5, X5
+	VCVTPH2PS    X5, Y5
 	VFMADD231PS  96(DI), Y5, Y2
 	VMOVUPS      (AX)(CX*2), Y5
-	VPSLLD       $0x18, Y5, Y6
-	VPSRAD       $0x04, Y6, Y6
+	VPSLLW       $0x08, Y5, Y6
+	VPSRAW       $0x01, Y6, Y6
 	VPAND        Y0, Y6, Y6
-	VFMADD231PS  (DI), Y6, Y3
-	VPSLLD       $0x10, Y5, Y6
-	VPSRAD       $0x04, Y6, Y6
-	VPAND        Y0, Y6, Y6
+	VCVTPH2PS    X6, Y7
+	VFMADD231PS  (DI), Y7, Y3
+	VEXTRACTI128 $0x01, Y6, X6
+	VCVTPH2PS    X6, Y6
 	VFMADD231PS  32(DI), Y6, Y3
-	VPSLLD       $0x08, Y5, Y6
-	VPSRAD       $0x04, Y6, Y6
-	VPAND        Y0, Y6, Y6
-	VFMADD231PS  64(DI), Y6, Y3
-	VPSRAD       $0x04, Y5, Y5
+	VPSRAW       $0x01, Y5, Y5
 	VPAND        Y0, Y5, Y5
+	VCVTPH2PS    X5, Y6
+	VFMADD231PS  64(DI), Y6, Y3
+	VEXTRACTI128 $0x01, Y5, X5
+	VCVTPH2PS    X5, Y5
 	VFMADD231PS  96(DI), Y5, Y3
 	VMOVUPS      (AX)(DX*1), Y5
-	VPSLLD       $0x18, Y5, Y6
-	VPSRAD       $0x04, Y6, Y6
+	VPSLLW       $0x08, Y5, Y6
+	VPSRAW       $0x01, Y6, Y6
 	VPAND        Y0, Y6, Y6
-	VFMADD231PS  (DI), Y6, Y4
-	VPSLLD       $0x10, Y5, Y6
-	VPSRAD       $0x04, Y6, Y6
-	VPAND        Y0, Y6, Y6
+	VCVTPH2PS    X6, Y7
+	VFMADD231PS  (DI), Y7, Y4
+	VEXTRACTI128 $0x01, Y6, X6
+	VCVTPH2PS    X6, Y6
 	VFMADD231PS  32(DI), Y6, Y4
-	VPSLLD       $0x08, Y5, Y6
-	VPSRAD       $0x04, Y6, Y6
-	VPAND        Y0, Y6, Y6
-	VFMADD231PS  64(DI), Y6, Y4
-	VPSRAD       $0x04, Y5, Y5
+	VPSRAW       $0x01, Y5, Y5
 	VPAND        Y0, Y5, Y5
+	VCVTPH2PS    X5, Y6
+	VFMADD231PS  64(DI), Y6, Y4
+	VEXTRACTI128 $0x01, Y5, X5
+	VCVTPH2PS    X5, Y5
 	VFMADD231PS  96(DI), Y5, Y4
 	ADDQ         $0x00000020, AX
 	ADDQ         $0x00000080, DI
@@ -1017,7 +1017,7 @@ block:
 	RET
 
 // func gemv2FP8AVX2(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
-// Requires: AVX, AVX2, FMA3, MMX+
+// Requires: AVX, AVX2, F16C, FMA3, MMX+
 TEXT ·gemv2FP8AVX2(SB), NOSPLIT, $0-120
 	MOVQ         codes+32(FP), AX
 	MOVQ         codesStride+56(FP), CX
@@ -1046,83 +1046,83 @@ block:
 	PREFETCHT0   (R9)(DX*1)
 	ADDQ         $0x00000020, R9
 	VMOVUPS      (AX), Y9
-	VPSLLD       $0x18, Y9, Y10
-	VPSRAD       $0x04, Y10, Y10
+	VPSLLW       $0x08, Y9, Y10
+	VPSRAW       $0x01, Y10, Y10
 	VPAND        Y0, Y10, Y10
-	VFMADD231PS  (DI), Y10, Y1
-	VFMADD231PS  (R8), Y10, Y5
-	VPSLLD       $0x10, Y9, Y10
-	VPSRAD       $0x04, Y10, Y10
-	VPAND        Y0, Y10, Y10
+	VCVTPH2PS    X10, Y11
+	VFMADD231PS  (DI), Y11, Y1
+	VFMADD231PS  (R8), Y11, Y5
+	VEXTRACTI128 $0x01, Y10, X10
+	VCVTPH2PS    X10, Y10
 	VFMADD231PS  32(DI), Y10, Y1
 	VFMADD231PS  32(R8), Y10, Y5
-	VPSLLD       $0x08, Y9, Y10
-	VPSRAD       $0x04, Y10, Y10
-	VPAND        Y0, Y10, Y10
+	VPSRAW       $0x01, Y9, Y9
+	VPAND        Y0, Y9, Y9
+	VCVTPH2PS    X9, Y10
 	VFMADD231PS  64(DI), Y10, Y1
 	VFMADD231PS  64(R8), Y10, Y5
-	VPSRAD       $0x04, Y9, Y9
-	VPAND        Y0, Y9, Y9
+	VEXTRACTI128 $0x01, Y9, X9
+	VCVTPH2PS    X9, Y9
 	VFMADD231PS  96(DI), Y9, Y1
 	VFMADD231PS  96(R8), Y9, Y5
 	VMOVUPS      (AX)(CX*1), Y9
-	VPSLLD       $0x18, Y9, Y10
-	VPSRAD       $0x04, Y10, Y10
+	VPSLLW       $0x08, Y9, Y10
+	VPSRAW       $0x01, Y10, Y10
 	VPAND        Y0, Y10, Y10
-	VFMADD231PS  (DI), Y10, Y2
-	VFMADD231PS  (R8), Y10, Y6
-	VPSLLD       $0x10, Y9, Y10
-	VPSRAD       $0x04, Y10, Y10
-	VPAND        Y0, Y10, Y10
+	VCVTPH2PS    X10, Y11
+	VFMADD231PS  (DI), Y11, Y2
+	VFMADD231PS  (R8), Y11, Y6
+	VEXTRACTI128 $0x01, Y10, X10
+	VCVTPH2PS    X10, Y10
 	VFMADD231PS  32(DI), Y10, Y2
 	VFMADD231PS  32(R8), Y10, Y6
-	VPSLLD       $0x08, Y9, Y10
-	VPSRAD       $0x04, Y10, Y10
-	VPAND        Y0, Y10, Y10
+	VPSRAW       $0x01, Y9, Y9
+	VPAND        Y0, Y9, Y9
+	VCVTPH2PS    X9, Y10
 	VFMADD231PS  64(DI), Y10, Y2
 	VFMADD231PS  64(R8), Y10, Y6
-	VPSRAD       $0x04, Y9, Y9
-	VPAND        Y0, Y9, Y9
+	VEXTRACTI128 $0x01, Y9, X9
+	VCVTPH2PS    X9, Y9
 	VFMADD231PS  96(DI), Y9, Y2
 	VFMADD231PS  96(R8), Y9, Y6
 	VMOVUPS      (AX)(CX*2), Y9
-	VPSLLD       $0x18, Y9, Y10
-	VPSRAD       $0x04, Y10, Y10
+	VPSLLW       $0x08, Y9, Y10
+	VPSRAW       $0x01, Y10, Y10
 	VPAND        Y0, Y10, Y10
-	VFMADD231PS  (DI), Y10, Y3
-	VFMADD231PS  (R8), Y10, Y7
-	VPSLLD       $0x10, Y9, Y10
-	VPSRAD       $0x04, Y10, Y10
-	VPAND        Y0, Y10, Y10
+	VCVTPH2PS    X10, Y11
+	VFMADD231PS  (DI), Y11, Y3
+	VFMADD231PS  (R8), Y11, Y7
+	VEXTRACTI128 $0x01, Y10, X10
+	VCVTPH2PS    X10, Y10
 	VFMADD231PS  32(DI), Y10, Y3
 	VFMADD231PS  32(R8), Y10, Y7
-	VPSLLD       $0x08, Y9, Y10
-	VPSRAD       $0x04, Y10, Y10
-	VPAND        Y0, Y10, Y10
+	VPSRAW       $0x01, Y9, Y9
+	VPAND        Y0, Y9, Y9
+	VCVTPH2PS    X9, Y10
 	VFMADD231PS  64(DI), Y10, Y3
 	VFMADD231PS  64(R8), Y10, Y7
-	VPSRAD       $0x04, Y9, Y9
-	VPAND        Y0, Y9, Y9
+	VEXTRACTI128 $0x01, Y9, X9
+	VCVTPH2PS    X9, Y9
 	VFMADD231PS  96(DI), Y9, Y3
 	VFMADD231PS  96(R8), Y9, Y7
 	VMOVUPS      (AX)(DX*1), Y9
-	VPSLLD       $0x18, Y9, Y10
-	VPSRAD       $0x04, Y10, Y10
+	VPSLLW       $0x08, Y9, Y10
+	VPSRAW       $0x01, Y10, Y10
 	VPAND        Y0, Y10, Y10
-	VFMADD231PS  (DI), Y10, Y4
-	VFMADD231PS  (R8), Y10, Y8
-	VPSLLD       $0x10, Y9, Y10
-	VPSRAD       $0x04, Y10, Y10
-	VPAND        Y0, Y10, Y10
+	VCVTPH2PS    X10, Y11
+	VFMADD231PS  (DI), Y11, Y4
+	VFMADD231PS  (R8), Y11, Y8
+	VEXTRACTI128 $0x01, Y10, X10
+	VCVTPH2PS    X10, Y10
 	VFMADD231PS  32(DI), Y10, Y4
 	VFMADD231PS  32(R8), Y10, Y8
-	VPSLLD       $0x08, Y9, Y10
-	VPSRAD       $0x04, Y10, Y10
-	VPAND        Y0, Y10, Y10
+	VPSRAW       $0x01, Y9, Y9
+	VPAND        Y0, Y9, Y9
+	VCVTPH2PS    X9, Y10
 	VFMADD231PS  64(DI), Y10, Y4
 	VFMADD231PS  64(R8), Y10, Y8
-	VPSRAD       $0x04, Y9, Y9
-	VPAND        Y0, Y9, Y9
+	VEXTRACTI128 $0x01, Y9, X9
+	VCVTPH2PS    X9, Y9
 	VFMADD231PS  96(DI), Y9, Y4
 	VFMADD231PS  96(R8), Y9, Y8
 	ADDQ         $0x00000020, AX
@@ -1151,7 +1151,7 @@ block:
 	RET
 
 // func decodeFP8AVX2(dst *float32, codes *byte, high *byte, scales *byte, blocks int)
-// Requires: AVX, AVX2
+// Requires: AVX, AVX2, F16C
 TEXT ·decodeFP8AVX2(SB), NOSPLIT, $0-40
 	MOVQ         codes+8(FP), AX
 	VPBROADCASTD fp8Mask<>+0(SB), Y0
@@ -1159,26 +1159,26 @@ TEXT ·decodeFP8AVX2(SB), NOSPLIT, $0-40
 	MOVQ         blocks+32(FP), DX
 
 block:
-	VMOVUPS (AX), Y1
-	VPSLLD  $0x18, Y1, Y2
-	VPSRAD  $0x04, Y2, Y2
-	VPAND   Y0, Y2, Y2
-	VMOVUPS Y2, (CX)
-	VPSLLD  $0x10, Y1, Y2
-	VPSRAD  $0x04, Y2, Y2
-	VPAND   Y0, Y2, Y2
-	VMOVUPS Y2, 32(CX)
-	VPSLLD  $0x08, Y1, Y2
-	VPSRAD  $0x04, Y2, Y2
-	VPAND   Y0, Y2, Y2
-	VMOVUPS Y2, 64(CX)
-	VPSRAD  $0x04, Y1, Y1
-	VPAND   Y0, Y1, Y1
-	VMOVUPS Y1, 96(CX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000080, CX
-	DECQ    DX
-	JNZ     block
+	VMOVUPS      (AX), Y1
+	VPSLLW       $0x08, Y1, Y2
+	VPSRAW       $0x01, Y2, Y2
+	VPAND        Y0, Y2, Y2
+	VCVTPH2PS    X2, Y3
+	VMOVUPS      Y3, (CX)
+	VEXTRACTI128 $0x01, Y2, X2
+	VCVTPH2PS    X2, Y2
+	VMOVUPS      Y2, 32(CX)
+	VPSRAW       $0x01, Y1, Y1
+	VPAND        Y0, Y1, Y1
+	VCVTPH2PS    X1, Y2
+	VMOVUPS      Y2, 64(CX)
+	VEXTRACTI128 $0x01, Y1, X1
+	VCVTPH2PS    X1, Y1
+	VMOVUPS      Y1, 96(CX)
+	ADDQ         $0x00000020, AX
+	ADDQ         $0x00000080, CX
+	DECQ         DX
+	JNZ          block
 	VZEROUPPER
 	RET
 
@@ -3909,7 +3909,7 @@ block:
 	RET
 
 // func gemv1FP8AVX512(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
-// Requires: AVX, AVX512F, MMX+
+// Requires: AVX, AVX512BW, AVX512F, MMX+
 TEXT ·gemv1FP8AVX512(SB), NOSPLIT, $0-120
 	MOVQ         codes+32(FP), AX
 	MOVQ         codesStride+56(FP), CX
@@ -3933,68 +3933,68 @@ block:
 	PREFETCHT0    (R8)(DX*1)
 	ADDQ          $0x00000040, R8
 	VMOVUPS       (AX), Z5
-	VPSLLD        $0x18, Z5, Z6
-	VPSRAD        $0x04, Z6, Z6
+	VPSLLW        $0x08, Z5, Z6
+	VPSRAW        $0x01, Z6, Z6
 	VPANDD        Z0, Z6, Z6
-	VFMADD231PS   (DI), Z6, Z1
-	VPSLLD        $0x10, Z5, Z6
-	VPSRAD        $0x04, Z6, Z6
-	VPANDD        Z0, Z6, Z6
+	VCVTPH2PS     Y6, Z7
+	VFMADD231PS   (DI), Z7, Z1
+	VEXTRACTF64X4 $0x01, Z6, Y6
+	VCVTPH2PS     Y6, Z6
 	VFMADD231PS   64(DI), Z6, Z1
-	VPSLLD        $0x08, Z5, Z6
-	VPSRAD        $0x04, Z6, Z6
-	VPANDD        Z0, Z6, Z6
-	VFMADD231PS   128(DI), Z6, Z1
-	VPSRAD        $0x04, Z5, Z5
+	VPSRAW        $0x01, Z5, Z5
 	VPANDD        Z0, Z5, Z5
+	VCVTPH2PS     Y5, Z6
+	VFMADD231PS   128(DI), Z6, Z1
+	VEXTRACTF64X4 $0x01, Z5, Y5
+	VCVTPH2PS     Y5, Z5
 	VFMADD231PS   192(DI), Z5, Z1
 	VMOVUPS       (AX)(CX*1), Z5
-	VPSLLD        $0x18, Z5, Z6
-	VPSRAD        $0x04, Z6, Z6
+	VPSLLW        $0x08, Z5, Z6
+	VPSRAW        $0x01, Z6, Z6
 	VPANDD        Z0, Z6, Z6
-	VFMADD231PS   (DI), Z6, Z2
-	VPSLLD        $0x10, Z5, Z6
-	VPSRAD        $0x04, Z6, Z6
-	VPANDD        Z0, Z6, Z6
+	VCVTPH2PS     Y6, Z7
+	VFMADD231PS   (DI), Z7, Z2
+	VEXTRACTF64X4 $0x01, Z6, Y6
+	VCVTPH2PS     Y6, Z6
 	VFMADD231PS   64(DI), Z6, Z2
-	VPSLLD        $0x08, Z5, Z6
-	VPSRAD        $0x04, Z6, Z6
-	VPANDD        Z0, Z6, Z6
-	VFMADD231PS   128(DI), Z6, Z2
-	VPSRAD        $0x04, Z5, Z5
+	VPSRAW        $0x01, Z5, Z5
 	VPANDD        Z0, Z5, Z5
+	VCVTPH2PS     Y5, Z6
+	VFMADD231PS   128(DI), Z6, Z2
+	VEXTRACTF64X4 $0x01, Z5, Y5
+	VCVTPH2PS     Y5, Z5
 	VFMADD231PS   192(DI), Z5, Z2
 	VMOVUPS       (AX)(CX*2), Z5
-	VPSLLD        $0x18, Z5, Z6
-	VPSRAD        $0x04, Z6, Z6
+	VPSLLW        $0x08, Z5, Z6
+	VPSRAW        $0x01, Z6, Z6
 	VPANDD        Z0, Z6, Z6
-	VFMADD231PS   (DI), Z6, Z3
-	VPSLLD        $0x10, Z5, Z6
-	VPSRAD        $0x04, Z6, Z6
-	VPANDD        Z0, Z6, Z6
+	VCVTPH2PS     Y6, Z7
+	VFMADD231PS   (DI), Z7, Z3
+	VEXTRACTF64X4 $0x01, Z6, Y6
+	VCVTPH2PS     Y6, Z6
 	VFMADD231PS   64(DI), Z6, Z3
-	VPSLLD        $0x08, Z5, Z6
-	VPSRAD        $0x04, Z6, Z6
-	VPANDD        Z0, Z6, Z6
-	VFMADD231PS   128(DI), Z6, Z3
-	VPSRAD        $0x04, Z5, Z5
+	VPSRAW        $0x01, Z5, Z5
 	VPANDD        Z0, Z5, Z5
+	VCVTPH2PS     Y5, Z6
+	VFMADD231PS   128(DI), Z6, Z3
+	VEXTRACTF64X4 $0x01, Z5, Y5
+	VCVTPH2PS     Y5, Z5
 	VFMADD231PS   192(DI), Z5, Z3
 	VMOVUPS       (AX)(DX*1), Z5
-	VPSLLD        $0x18, Z5, Z6
-	VPSRAD        $0x04, Z6, Z6
+	VPSLLW        $0x08, Z5, Z6
+	VPSRAW        $0x01, Z6, Z6
 	VPANDD        Z0, Z6, Z6
-	VFMADD231PS   (DI), Z6, Z4
-	VPSLLD        $0x10, Z5, Z6
-	VPSRAD        $0x04, Z6, Z6
-	VPANDD        Z0, Z6, Z6
+	VCVTPH2PS     Y6, Z7
+	VFMADD231PS   (DI), Z7, Z4
+	VEXTRACTF64X4 $0x01, Z6, Y6
+	VCVTPH2PS     Y6, Z6
 	VFMADD231PS   64(DI), Z6, Z4
-	VPSLLD        $0x08, Z5, Z6
-	VPSRAD        $0x04, Z6, Z6
-	VPANDD        Z0, Z6, Z6
-	VFMADD231PS   128(DI), Z6, Z4
-	VPSRAD        $0x04, Z5, Z5
+	VPSRAW        $0x01, Z5, Z5
 	VPANDD        Z0, Z5, Z5
+	VCVTPH2PS     Y5, Z6
+	VFMADD231PS   128(DI), Z6, Z4
+	VEXTRACTF64X4 $0x01, Z5, Y5
+	VCVTPH2PS     Y5, Z5
 	VFMADD231PS   192(DI), Z5, Z4
 	ADDQ          $0x00000040, AX
 	ADDQ          $0x00000100, DI
@@ -4022,7 +4022,7 @@ block:
 	RET
 
 // func gemv2FP8AVX512(out *float32, ldo int, x0 *float32, x1 *float32, codes *byte, high *byte, scales *byte, codesStride int, highStride int, scalesStride int, codesNext int, highNext int, scalesNext int, blocks int, quads int)
-// Requires: AVX, AVX512F, MMX+
+// Requires: AVX, AVX512BW, AVX512F, MMX+
 TEXT ·gemv2FP8AVX512(SB), NOSPLIT, $0-120
 	MOVQ         codes+32(FP), AX
 	MOVQ         codesStride+56(FP), CX
@@ -4051,83 +4051,83 @@ block:
 	PREFETCHT0    (R9)(DX*1)
 	ADDQ          $0x00000040, R9
 	VMOVUPS       (AX), Z9
-	VPSLLD        $0x18, Z9, Z10
-	VPSRAD        $0x04, Z10, Z10
+	VPSLLW        $0x08, Z9, Z10
+	VPSRAW        $0x01, Z10, Z10
 	VPANDD        Z0, Z10, Z10
-	VFMADD231PS   (DI), Z10, Z1
-	VFMADD231PS   (R8), Z10, Z5
-	VPSLLD        $0x10, Z9, Z10
-	VPSRAD        $0x04, Z10, Z10
-	VPANDD        Z0, Z10, Z10
+	VCVTPH2PS     Y10, Z11
+	VFMADD231PS   (DI), Z11, Z1
+	VFMADD231PS   (R8), Z11, Z5
+	VEXTRACTF64X4 $0x01, Z10, Y10
+	VCVTPH2PS     Y10, Z10
 	VFMADD231PS   64(DI), Z10, Z1
 	VFMADD231PS   64(R8), Z10, Z5
-	VPSLLD        $0x08, Z9, Z10
-	VPSRAD        $0x04, Z10, Z10
-	VPANDD        Z0, Z10, Z10
+	VPSRAW        $0x01, Z9, Z9
+	VPANDD        Z0, Z9, Z9
+	VCVTPH2PS     Y9, Z10
 	VFMADD231PS   128(DI), Z10, Z1
 	VFMADD231PS   128(R8), Z10, Z5
-	VPSRAD        $0x04, Z9, Z9
-	VPANDD        Z0, Z9, Z9
+	VEXTRACTF64X4 $0x01, Z9, Y9
+	VCVTPH2PS     Y9, Z9
 	VFMADD231PS   192(DI), Z9, Z1
 	VFMADD231PS   192(R8), Z9, Z5
 	VMOVUPS       (AX)(CX*1), Z9
-	VPSLLD        $0x18, Z9, Z10
-	VPSRAD        $0x04, Z10, Z10
+	VPSLLW        $0x08, Z9, Z10
+	VPSRAW        $0x01, Z10, Z10
 	VPANDD        Z0, Z10, Z10
-	VFMADD231PS   (DI), Z10, Z2
-	VFMADD231PS   (R8), Z10, Z6
-	VPSLLD        $0x10, Z9, Z10
-	VPSRAD        $0x04, Z10, Z10
-	VPANDD        Z0, Z10, Z10
+	VCVTPH2PS     Y10, Z11
+	VFMADD231PS   (DI), Z11, Z2
+	VFMADD231PS   (R8), Z11, Z6
+	VEXTRACTF64X4 $0x01, Z10, Y10
+	VCVTPH2PS     Y10, Z10
 	VFMADD231PS   64(DI), Z10, Z2
 	VFMADD231PS   64(R8), Z10, Z6
-	VPSLLD        $0x08, Z9, Z10
-	VPSRAD        $0x04, Z10, Z10
-	VPANDD        Z0, Z10, Z10
+	VPSRAW        $0x01, Z9, Z9
+	VPANDD        Z0, Z9, Z9
+	VCVTPH2PS     Y9, Z10
 	VFMADD231PS   128(DI), Z10, Z2
 	VFMADD231PS   128(R8), Z10, Z6
-	VPSRAD        $0x04, Z9, Z9
-	VPANDD        Z0, Z9, Z9
+	VEXTRACTF64X4 $0x01, Z9, Y9
+	VCVTPH2PS     Y9, Z9
 	VFMADD231PS   192(DI), Z9, Z2
 	VFMADD231PS   192(R8), Z9, Z6
 	VMOVUPS       (AX)(CX*2), Z9
-	VPSLLD        $0x18, Z9, Z10
-	VPSRAD        $0x04, Z10, Z10
+	VPSLLW        $0x08, Z9, Z10
+	VPSRAW        $0x01, Z10, Z10
 	VPANDD        Z0, Z10, Z10
-	VFMADD231PS   (DI), Z10, Z3
-	VFMADD231PS   (R8), Z10, Z7
-	VPSLLD        $0x10, Z9, Z10
-	VPSRAD        $0x04, Z10, Z10
-	VPANDD        Z0, Z10, Z10
+	VCVTPH2PS     Y10, Z11
+	VFMADD231PS   (DI), Z11, Z3
+	VFMADD231PS   (R8), Z11, Z7
+	VEXTRACTF64X4 $0x01, Z10, Y10
+	VCVTPH2PS     Y10, Z10
 	VFMADD231PS   64(DI), Z10, Z3
 	VFMADD231PS   64(R8), Z10, Z7
-	VPSLLD        $0x08, Z9, Z10
-	VPSRAD        $0x04, Z10, Z10
-	VPANDD        Z0, Z10, Z10
+	VPSRAW        $0x01, Z9, Z9
+	VPANDD        Z0, Z9, Z9
+	VCVTPH2PS     Y9, Z10
 	VFMADD231PS   128(DI), Z10, Z3
 	VFMADD231PS   128(R8), Z10, Z7
-	VPSRAD        $0x04, Z9, Z9
-	VPANDD        Z0, Z9, Z9
+	VEXTRACTF64X4 $0x01, Z9, Y9
+	VCVTPH2PS     Y9, Z9
 	VFMADD231PS   192(DI), Z9, Z3
 	VFMADD231PS   192(R8), Z9, Z7
 	VMOVUPS       (AX)(DX*1), Z9
-	VPSLLD        $0x18, Z9, Z10
-	VPSRAD        $0x04, Z10, Z10
+	VPSLLW        $0x08, Z9, Z10
+	VPSRAW        $0x01, Z10, Z10
 	VPANDD        Z0, Z10, Z10
-	VFMADD231PS   (DI), Z10, Z4
-	VFMADD231PS   (R8), Z10, Z8
-	VPSLLD        $0x10, Z9, Z10
-	VPSRAD        $0x04, Z10, Z10
-	VPANDD        Z0, Z10, Z10
+	VCVTPH2PS     Y10, Z11
+	VFMADD231PS   (DI), Z11, Z4
+	VFMADD231PS   (R8), Z11, Z8
+	VEXTRACTF64X4 $0x01, Z10, Y10
+	VCVTPH2PS     Y10, Z10
 	VFMADD231PS   64(DI), Z10, Z4
 	VFMADD231PS   64(R8), Z10, Z8
-	VPSLLD        $0x08, Z9, Z10
-	VPSRAD        $0x04, Z10, Z10
-	VPANDD        Z0, Z10, Z10
+	VPSRAW        $0x01, Z9, Z9
+	VPANDD        Z0, Z9, Z9
+	VCVTPH2PS     Y9, Z10
 	VFMADD231PS   128(DI), Z10, Z4
 	VFMADD231PS   128(R8), Z10, Z8
-	VPSRAD        $0x04, Z9, Z9
-	VPANDD        Z0, Z9, Z9
+	VEXTRACTF64X4 $0x01, Z9, Y9
+	VCVTPH2PS     Y9, Z9
 	VFMADD231PS   192(DI), Z9, Z4
 	VFMADD231PS   192(R8), Z9, Z8
 	ADDQ          $0x00000040, AX
@@ -4172,7 +4172,7 @@ block:
 	RET
 
 // func decodeFP8AVX512(dst *float32, codes *byte, high *byte, scales *byte, blocks int)
-// Requires: AVX, AVX512F
+// Requires: AVX, AVX512BW, AVX512F
 TEXT ·decodeFP8AVX512(SB), NOSPLIT, $0-40
 	MOVQ         codes+8(FP), AX
 	VPBROADCASTD fp8Mask<>+0(SB), Z0
@@ -4180,26 +4180,26 @@ TEXT ·decodeFP8AVX512(SB), NOSPLIT, $0-40
 	MOVQ         blocks+32(FP), DX
 
 block:
-	VMOVUPS (AX), Z1
-	VPSLLD  $0x18, Z1, Z2
-	VPSRAD  $0x04, Z2, Z2
-	VPANDD  Z0, Z2, Z2
-	VMOVUPS Z2, (CX)
-	VPSLLD  $0x10, Z1, Z2
-	VPSRAD  $0x04, Z2, Z2
-	VPANDD  Z0, Z2, Z2
-	VMOVUPS Z2, 64(CX)
-	VPSLLD  $0x08, Z1, Z2
-	VPSRAD  $0x04, Z2, Z2
-	VPANDD  Z0, Z2, Z2
-	VMOVUPS Z2, 128(CX)
-	VPSRAD  $0x04, Z1, Z1
-	VPANDD  Z0, Z1, Z1
-	VMOVUPS Z1, 192(CX)
-	ADDQ    $0x00000040, AX
-	ADDQ    $0x00000100, CX
-	DECQ    DX
-	JNZ     block
+	VMOVUPS       (AX), Z1
+	VPSLLW        $0x08, Z1, Z2
+	VPSRAW        $0x01, Z2, Z2
+	VPANDD        Z0, Z2, Z2
+	VCVTPH2PS     Y2, Z3
+	VMOVUPS       Z3, (CX)
+	VEXTRACTF64X4 $0x01, Z2, Y2
+	VCVTPH2PS     Y2, Z2
+	VMOVUPS       Z2, 64(CX)
+	VPSRAW        $0x01, Z1, Z1
+	VPANDD        Z0, Z1, Z1
+	VCVTPH2PS     Y1, Z2
+	VMOVUPS       Z2, 128(CX)
+	VEXTRACTF64X4 $0x01, Z1, Y1
+	VCVTPH2PS     Y1, Z1
+	VMOVUPS       Z1, 192(CX)
+	ADDQ          $0x00000040, AX
+	ADDQ          $0x00000100, CX
+	DECQ          DX
+	JNZ           block
 	VZEROUPPER
 	RET
 
@@ -6302,34 +6302,24 @@ DATA bf16Quiet<>+24(SB)/4, $0x00000040
 DATA bf16Quiet<>+28(SB)/4, $0x00000040
 GLOBL bf16Quiet<>(SB), RODATA|NOPTR, $32
 
-DATA fp8Sign<>+0(SB)/4, $0x00000080
-DATA fp8Sign<>+4(SB)/4, $0x00000080
-DATA fp8Sign<>+8(SB)/4, $0x00000080
-DATA fp8Sign<>+12(SB)/4, $0x00000080
-DATA fp8Sign<>+16(SB)/4, $0x00000080
-DATA fp8Sign<>+20(SB)/4, $0x00000080
-DATA fp8Sign<>+24(SB)/4, $0x00000080
-DATA fp8Sign<>+28(SB)/4, $0x00000080
-GLOBL fp8Sign<>(SB), RODATA|NOPTR, $32
+DATA fp8Half<>+0(SB)/2, $0xbf80
+DATA fp8Half<>+2(SB)/2, $0xbf80
+DATA fp8Half<>+4(SB)/2, $0xbf80
+DATA fp8Half<>+6(SB)/2, $0xbf80
+DATA fp8Half<>+8(SB)/2, $0xbf80
+DATA fp8Half<>+10(SB)/2, $0xbf80
+DATA fp8Half<>+12(SB)/2, $0xbf80
+DATA fp8Half<>+14(SB)/2, $0xbf80
+GLOBL fp8Half<>(SB), RODATA|NOPTR, $16
 
-DATA fp8Magnitude<>+0(SB)/4, $0x0000007f
-DATA fp8Magnitude<>+4(SB)/4, $0x0000007f
-DATA fp8Magnitude<>+8(SB)/4, $0x0000007f
-DATA fp8Magnitude<>+12(SB)/4, $0x0000007f
-DATA fp8Magnitude<>+16(SB)/4, $0x0000007f
-DATA fp8Magnitude<>+20(SB)/4, $0x0000007f
-DATA fp8Magnitude<>+24(SB)/4, $0x0000007f
-DATA fp8Magnitude<>+28(SB)/4, $0x0000007f
-GLOBL fp8Magnitude<>(SB), RODATA|NOPTR, $32
-
-DATA fp8Up<>+0(SB)/4, $0x7b800000
-DATA fp8Up<>+4(SB)/4, $0x7b800000
-DATA fp8Up<>+8(SB)/4, $0x7b800000
-DATA fp8Up<>+12(SB)/4, $0x7b800000
-DATA fp8Up<>+16(SB)/4, $0x7b800000
-DATA fp8Up<>+20(SB)/4, $0x7b800000
-DATA fp8Up<>+24(SB)/4, $0x7b800000
-DATA fp8Up<>+28(SB)/4, $0x7b800000
+DATA fp8Up<>+0(SB)/4, $0x43800000
+DATA fp8Up<>+4(SB)/4, $0x43800000
+DATA fp8Up<>+8(SB)/4, $0x43800000
+DATA fp8Up<>+12(SB)/4, $0x43800000
+DATA fp8Up<>+16(SB)/4, $0x43800000
+DATA fp8Up<>+20(SB)/4, $0x43800000
+DATA fp8Up<>+24(SB)/4, $0x43800000
+DATA fp8Up<>+28(SB)/4, $0x43800000
 GLOBL fp8Up<>(SB), RODATA|NOPTR, $32
 
 // func expandBF16AVX2(dst *float32, src *uint16, n int)
@@ -6378,7 +6368,7 @@ loop:
 	RET
 
 // func expandFP8AVX2(dst *float32, src *byte, n int, scale *float32)
-// Requires: AVX, AVX2
+// Requires: AVX, F16C
 TEXT ·expandFP8AVX2(SB), NOSPLIT, $0-32
 	MOVQ         dst+0(FP), AX
 	MOVQ         src+8(FP), CX
@@ -6388,12 +6378,10 @@ TEXT ·expandFP8AVX2(SB), NOSPLIT, $0-32
 	XORQ         BX, BX
 
 loop:
-	VPMOVZXBD (CX)(BX*1), Y1
-	VPAND     fp8Sign<>+0(SB), Y1, Y2
-	VPAND     fp8Magnitude<>+0(SB), Y1, Y1
-	VPSLLD    $0x18, Y2, Y2
-	VPSLLD    $0x14, Y1, Y1
-	VPOR      Y2, Y1, Y1
+	VPMOVSXBW (CX)(BX*1), X1
+	VPSLLW    $0x07, X1, X1
+	VPAND     fp8Half<>+0(SB), X1, X1
+	VCVTPH2PS X1, Y1
 	VMULPS    fp8Up<>+0(SB), Y1, Y1
 	VMULPS    Y0, Y1, Y1
 	VMOVUPS   Y1, (AX)(BX*4)
