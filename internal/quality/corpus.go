@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"unicode"
 	"unicode/utf8"
 )
 
@@ -62,6 +63,8 @@ func readManifest(raw []byte, dir string, quick bool) ([]Stream, error) {
 			return nil, fmt.Errorf("stream %d needs name, domain, path and sha256", i)
 		case names[s.Name]:
 			return nil, fmt.Errorf("stream %q is listed twice", s.Name)
+		case strings.ContainsFunc(s.Path, unicode.IsControl):
+			return nil, fmt.Errorf("stream %q: path %q has control characters", s.Name, s.Path)
 		case !filepath.IsLocal(filepath.FromSlash(s.Path)):
 			return nil, fmt.Errorf("stream %q: path %q leaves the manifest's folder", s.Name, s.Path)
 		}

@@ -337,3 +337,30 @@ func TestCorpus(t *testing.T) {
 		t.Error("a text was read as a manifest")
 	}
 }
+
+// Whatever a manifest holds, reading it gives streams that are what was listed, or an error of one line.
+func FuzzManifest(f *testing.F) {
+	dir := f.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "a.txt"), []byte("first"), 0o644); err != nil {
+		f.Fatal(err)
+	}
+	sum := sha256.Sum256([]byte("first"))
+	f.Add([]byte(fmt.Sprintf(`{"corpus":"c","streams":[{"name":"a","domain":"x","path":"a.txt","sha256":"%x"}]}`, sum)), false)
+	f.Add([]byte(`{"streams":[{"name":"a","domain":"x","path":"../../etc/hostname","sha256":"00"}]}`), true)
+	f.Add([]byte(`{"streams":[{"name":"a","domain":"x","path":"a\nb","sha256":"00"}]}`), true)
+	f.Add([]byte(`[]`), false)
+	f.Fuzz(func(t *testing.T, raw []byte, quick bool) {
+		streams, err := readManifest(raw, dir, quick)
+		if err != nil {
+			if strings.Contains(err.Error(), "\n") {
+				t.Errorf("%q", err)
+			}
+			return
+		}
+		for _, s := range streams {
+			if s.Text != "first" || s.Name == "" || s.Domain == "" {
+				t.Errorf("%+v", s)
+			}
+		}
+	})
+}
