@@ -19,10 +19,9 @@ const gpuChunk = 128
 // waiting for the drafter. Without --device it is the GPU if there is one.
 func (f *modelFlags) open(e *environment, m *model.Model, lanes int) (backend.Device, int, error) {
 	if f.Device != "cpu" {
-		ordinal, _ := strconv.Atoi(f.Device) // "cuda" and none are the first
 		chunk := min(f.chunk(), gpuChunk)
 		d, err := device.Open(device.Options{
-			States: m.States, Lanes: lanes, Tokens: f.MaxContext, Verify: f.round(), Carry: chunk + f.round(), Ordinal: ordinal, NoGraph: f.NoCUDAGraph,
+			States: m.States, Lanes: lanes, Tokens: f.MaxContext, Verify: f.round(), Carry: chunk + f.round(), Ordinal: f.ordinal(), NoGraph: f.NoCUDAGraph,
 			Made: f.made,
 		})
 		if err == nil {
@@ -60,6 +59,12 @@ func (f *modelFlags) gpuStores() error {
 		return usagef("--gdn-state-dtype bf16: the GPU backend of this build has no such state; use fp32, or --device cpu")
 	}
 	return nil
+}
+
+// ordinal is the number of the GPU that --device names: "cuda" and none are the first.
+func (f *modelFlags) ordinal() int {
+	n, _ := strconv.Atoi(f.Device)
+	return n
 }
 
 // milestone says a step of the start, which --log-level warning and above leave out.

@@ -22,6 +22,8 @@ type Backend struct {
 	Decisions bool
 	// Open returns a device for one lane of the model with room for tokens, carrying up to that many rows.
 	Open func(m *model.Model, tokens int) (backend.Device, error)
+	// Stored compares in another way; Bound and Decisions are not used then.
+	Stored *Stored
 }
 
 // Subject is what a golden folder is compared with.
@@ -74,6 +76,7 @@ func Run(ctx context.Context, s Subject, dir string, backends []Backend, report 
 		put(s.tokenizer(g))
 	}
 	for _, b := range backends {
+		var all free
 		for _, name := range g.names {
 			if err := ctx.Err(); err != nil {
 				return false, err
@@ -85,10 +88,17 @@ func Run(ctx context.Context, s Subject, dir string, backends []Backend, report 
 				continue
 			}
 			t := &test{s: s, g: g, c: g.cases[name], b: b, line: &l}
-			if err := t.run(); err != nil {
+			run := t.run
+			if b.Stored != nil {
+				run = func() error { return t.stored(&all) }
+			}
+			if err := run(); err != nil {
 				return false, fmt.Errorf("selftest: %s: %s: %w", b.Name, name, err)
 			}
 			put(l)
+		}
+		if b.Stored != nil {
+			put(b.statistics(&all))
 		}
 	}
 	return ok, nil

@@ -140,6 +140,37 @@ func TestFails(t *testing.T) {
 	}
 }
 
+// A backend that keeps BF16 values is held against an oracle that rounds alike. The exact one is far enough from that to break bounds of
+// half its distance, and near enough to keep those of a GPU.
+func TestStored(t *testing.T) {
+	backend := func(own, alike bool, worst, median, freeMedian float64) selftest.Backend {
+		open := func(stored bool) func(*model.Model, int) (backend.Device, error) {
+			return func(m *model.Model, tokens int) (backend.Device, error) {
+				return cpu.NewOracle(cpu.Options{States: m.States, Lanes: 1, Tokens: tokens, Carry: tokens, Stored: stored}), nil
+			}
+		}
+		return selftest.Backend{Name: "it", Open: open(own), Stored: &selftest.Stored{
+			Open: open(alike), Worst: worst, Median: median, Draft: 2e-2, FreeMedian: freeMedian, Near: 2e-2, Share: 0.9,
+		}}
+	}
+	s, dir := subject(t), folder(t, nil, "one", "short")
+	for _, c := range []struct {
+		b    selftest.Backend
+		want string // what is broken, or empty
+	}{
+		{backend(true, true, 1e-12, 1e-12, 2e-2), ""},
+		{backend(false, true, 5e-2, 2e-2, 1e-4), ""}, // the exact oracle is the recorded reference to 1e-5
+		{backend(false, true, 1e-3, 1e-3, 1e-4), "with forced decisions off by"},
+		{backend(true, true, 1e-12, 1e-12, 1e-4), "near rows: bounds are 0.0001"},
+	} {
+		ok, lines := run(t, s, dir, c.b)
+		text := strings.Join(lines, "\n")
+		if ok != (c.want == "") || !strings.Contains(text, c.want) || len(lines) != 3 || !strings.Contains(text, "all rows") || !strings.Contains(text, "15 rows") {
+			t.Errorf("ok %v, want %q in\n%s", ok, c.want, text)
+		}
+	}
+}
+
 func TestBadFolders(t *testing.T) {
 	s := subject(t)
 	broken := folder(t, func(c map[string]map[string]jsontext.Value) { c["one"]["tokens"] = jsontext.Value(`[]`) }, "one")
