@@ -29,6 +29,10 @@ func (f *modelFlags) open(e *environment, m *model.Model, lanes int) (backend.De
 				d.Close()
 				return nil, 0, err
 			}
+			if f.pool = (pool{pages: f.pages(), lanes: lanes}); f.pool.pages == 0 {
+				f.pool.pages = lanes * pagesOf(f.MaxContext) // every lane has room for a full context
+			}
+			f.pool.lanes = f.clamped(lanes, f.pool.pages)
 			f.milestone(e, "running on %s: prompts go through the kernels of decoding, which is slow", d.Name())
 			return d, chunk, nil
 		}
@@ -37,9 +41,17 @@ func (f *modelFlags) open(e *environment, m *model.Model, lanes int) (backend.De
 		}
 		f.milestone(e, "no usable GPU, running on the CPU: %v", err)
 	}
-	return cpu.NewFast(cpu.Options{
+	opt := cpu.Options{
 		States: m.States, Lanes: lanes, Tokens: f.MaxContext, Verify: f.round(), Carry: f.carry(), KV: f.cache(), BF16State: f.GDNStateDtype == "bf16",
-	}), f.chunk(), nil
+		Commit: f.reserve > 0, // what is promised to others is not taken from them later
+	}
+	available, known := cpu.Available()
+	var err error
+	if f.pool, err = f.share(opt, available, known); err != nil {
+		return nil, 0, err
+	}
+	opt.Lanes, opt.Pages = f.pool.lanes, f.pool.pages
+	return cpu.NewFast(opt), f.chunk(), nil
 }
 
 // cache is what keys and values are kept in.

@@ -29,7 +29,11 @@ type modelFlags struct {
 	ChatTemplate  string `placeholder:"FILE" help:"Use this template instead of the artifact's."`
 	LogLevel      string `default:"info" enum:"trace,debug,info,warning,error,critical,off" placeholder:"L" help:"trace, debug, info, warning, error, critical or off."`
 
-	made func([]byte) ([]device.Plane, bool) // loaded.made
+	made           func([]byte) ([]device.Plane, bool) // loaded.made
+	reserve, slack int64                               // bytes of memory that others keep, and that auto leaves
+	clamp          bool
+	weights        int64 // bytes that auto keeps free for them
+	pool           pool  // what open decided
 }
 
 // check refuses what is out of range and what this build does not have. lanes is the number of sequences at a time.
@@ -91,6 +95,7 @@ func (f *modelFlags) options() model.Options {
 }
 
 // engine makes a device with so many lanes for the model, and a batch on it that lets so many requests wait. Close the device after use.
+// The pool may have room for fewer lanes, if that was asked for: f.pool tells.
 func (f *modelFlags) engine(e *environment, m *model.Model, lanes, pending int) (*engine.Batch, backend.Device, error) {
 	if most := m.Config.Text.MaxPositions; f.MaxContext > most {
 		return nil, nil, usagef("--max-context is %d, the model has %d positions", f.MaxContext, most)
@@ -99,8 +104,9 @@ func (f *modelFlags) engine(e *environment, m *model.Model, lanes, pending int) 
 	if err != nil {
 		return nil, nil, err
 	}
+	lanes = f.pool.lanes
 	b, err := engine.NewBatch(model.NewRunner(m, dev, chunk), engine.BatchOptions{
-		Limits:  engine.Limits{Lanes: lanes, Pages: f.pages(lanes), Pending: pending, GapRows: min(chunk, gapRows), Passes: lanes},
+		Limits:  engine.Limits{Lanes: lanes, Pages: f.pool.pages, Pending: pending, GapRows: min(chunk, gapRows), Passes: lanes},
 		Context: f.MaxContext, Adaptive: f.DraftPolicy == "adaptive",
 	})
 	if err != nil {

@@ -13,8 +13,8 @@ import (
 	"ninfer/internal/server"
 )
 
-// journal starts the machine log, if there is to be one. Call the function in the end.
-func (c *serveCommand) journal(l *loaded, key string, log *slog.Logger, address string) (*server.Journal, func() error, error) {
+// journal opens the machine log, if there is to be one. Call the function in the end.
+func (c *serveCommand) journal(l *loaded, key string, log *slog.Logger) (*server.Journal, func() error, error) {
 	if c.RequestLogJSONL == "" {
 		return nil, func() error { return nil }, nil
 	}
@@ -22,13 +22,16 @@ func (c *serveCommand) journal(l *loaded, key string, log *slog.Logger, address 
 	if err != nil {
 		return nil, nil, err
 	}
-	j := server.NewJournal(file, key, log)
+	return server.NewJournal(file, key, log), file.Close, nil
+}
+
+// started is the machine log's first record of a server that is ready.
+func (c *serveCommand) started(j *server.Journal, l *loaded, address, device string) {
 	j.Start(server.StartRecord{
-		Version: version(), Arguments: redacted(os.Args[1:]), Model: c.ModelID, File: filepath.Base(l.store.File.Path()), Address: address, Device: "cpu",
+		Version: version(), Arguments: redacted(os.Args[1:]), Model: c.ModelID, File: filepath.Base(l.store.File.Path()), Address: address, Device: device,
 		MaxContext: c.MaxContext, MaxConcurrency: c.MaxConcurrency, MaxPending: c.MaxPendingRequests,
-		KVPages: c.pages(c.MaxConcurrency), PageTokens: engine.PageTokens, DraftWindow: c.DraftTokens,
+		KVPages: c.pool.pages, PageTokens: engine.PageTokens, DraftWindow: c.DraftTokens,
 	})
-	return j, file.Close, nil
 }
 
 // openJournal opens the file of the machine log for appending. It may hold the ids of all output, so others cannot read a new one. A

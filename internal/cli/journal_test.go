@@ -58,7 +58,9 @@ func TestServeJournal(t *testing.T) {
 		if err := c.Wait(); err != nil {
 			t.Errorf("%v:\n%s", err, log)
 		}
-		if !regexp.MustCompile(`ready \|.* \| cache 48 pages of 64 tokens \| state \d+\.\d [KM]iB a sequence \| weights \d+\.\d [KM]iB mapped \|`).MatchString(log) {
+		sizes := regexp.MustCompile(`memory \| pages 48 \| tokens 3072 \| a page \d+\.\d [KM]iB \| pool \d+\.\d [KM]iB \| sequences beside it \d+\.\d [KM]iB`)
+		ready := regexp.MustCompile(`ready \|.* \| cache bf16 in 48 pages of 64 tokens \| state fp32 \| weights \d+\.\d [KM]iB mapped \|`)
+		if !sizes.MatchString(log) || !ready.MatchString(log) {
 			t.Errorf("no sizes in the log:\n%s", log)
 		}
 		b, err := os.ReadFile(path)

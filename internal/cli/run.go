@@ -115,6 +115,7 @@ func (c *runCommand) Run(e *environment) error {
 	if err != nil {
 		return err
 	}
+	c.weights = l.weightBytes()
 	batch, dev, err := c.engine(e, m, 1, 0)
 	if err != nil {
 		return err

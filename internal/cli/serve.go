@@ -46,11 +46,12 @@ type serveCommand struct {
 
 	modelFlags    `embed:""`
 	samplingFlags `embed:""`
+	reserveFlags  `embed:""`
 	plannedFlags  `embed:""`
 }
 
-// plannedFlags are options of serve whose feature this build does not have. A value that asks for nothing is accepted, any other is
-// refused, because it would change results or resources.
+// plannedFlags are options of serve whose feature this build does not have. Those that only say how much may be kept for later requests
+// are accepted and reported: nothing is kept. Others are refused unless they ask for nothing, because they would change results.
 type plannedFlags struct {
 	NoPrefixReuse           bool     `help:"Keep nothing for later requests, as this build always does."`
 	DeviceStateSlots        *int64   `hidden:""`
@@ -60,10 +61,6 @@ type plannedFlags struct {
 	MaxPrivateContinuations *int64   `hidden:""`
 	MaxSharedPrefixes       *int64   `hidden:""`
 	MaxLongAnchors          *int64   `name:"max-long-anchors-per-continuation" hidden:""`
-	DesktopReserveGiB       *int64   `name:"desktop-reserve-gib" hidden:""`
-	DesktopReserveMiB       *int64   `name:"desktop-reserve-mib" hidden:""`
-	KVSlackFloorMiB         *int64   `name:"kv-slack-floor-mib" hidden:""`
-	ClampConcurrencyToPool  bool     `hidden:""`
 	ContextCostPresets      string   `hidden:""`
 	MediaCacheMiB           *int64   `name:"media-cache-mib" hidden:""`
 	MediaLiveMiB            *int64   `name:"media-live-mib" hidden:""`
@@ -73,48 +70,56 @@ type plannedFlags struct {
 	RepetitionPenalty       *float64 `hidden:""`
 }
 
-func (f *plannedFlags) check() error {
-	const reuse = "reuse of prompts between requests"
-	slots := []struct {
-		name string
-		v    *int64
-	}{
+// limit is an option that says how much may be kept for later requests.
+type limit struct {
+	name string
+	v    *int64
+}
+
+func (f *plannedFlags) kept() []limit {
+	return []limit{
 		{"device-state-slots", f.DeviceStateSlots},
 		{"host-state-slots", f.HostStateSlots},
 		{"host-kv-mib", f.HostKVMiB},
+		{"host-context-mib", f.HostContextMiB},
 		{"max-private-continuations", f.MaxPrivateContinuations},
 		{"max-shared-prefixes", f.MaxSharedPrefixes},
 		{"max-long-anchors-per-continuation", f.MaxLongAnchors},
 	}
-	for _, s := range slots {
-		if f.NoPrefixReuse && s.v != nil {
+}
+
+// idle are the options that were given and have no effect.
+func (f *plannedFlags) idle() string {
+	var names []string
+	for _, s := range f.kept() {
+		if s.v != nil && *s.v > 0 {
+			names = append(names, "--"+s.name)
+		}
+	}
+	return strings.Join(names, " ")
+}
+
+func (f *plannedFlags) check() error {
+	const reuse = "reuse of prompts between requests"
+	for _, s := range f.kept() {
+		switch {
+		case s.v == nil:
+		case *s.v < 0:
+			return usagef("--%s is %d, need at least 0", s.name, *s.v)
+		case f.NoPrefixReuse && s.name != "host-context-mib":
 			return usagef("--no-prefix-reuse excludes --%s", s.name)
 		}
 	}
 	if f.HostContextMiB != nil && (f.HostStateSlots != nil || f.HostKVMiB != nil) {
 		return usagef("--host-context-mib excludes --host-state-slots and --host-kv-mib")
 	}
-	if f.DesktopReserveGiB != nil && f.DesktopReserveMiB != nil {
-		return usagef("--desktop-reserve-gib excludes --desktop-reserve-mib")
-	}
 	const media = "image and video input"
-	const gpu = "the GPU backend"
 	for _, n := range []struct {
 		name    string
 		v       *int64
 		zero    bool // 0 asks for nothing
 		missing string
 	}{
-		{"device-state-slots", f.DeviceStateSlots, true, reuse},
-		{"host-state-slots", f.HostStateSlots, true, reuse},
-		{"host-kv-mib", f.HostKVMiB, true, reuse},
-		{"host-context-mib", f.HostContextMiB, true, reuse},
-		{"max-private-continuations", f.MaxPrivateContinuations, true, reuse},
-		{"max-shared-prefixes", f.MaxSharedPrefixes, true, reuse},
-		{"max-long-anchors-per-continuation", f.MaxLongAnchors, true, reuse},
-		{"desktop-reserve-gib", f.DesktopReserveGiB, true, gpu},
-		{"desktop-reserve-mib", f.DesktopReserveMiB, true, gpu},
-		{"kv-slack-floor-mib", f.KVSlackFloorMiB, false, gpu},
 		{"media-cache-mib", f.MediaCacheMiB, true, media},
 		{"media-live-mib", f.MediaLiveMiB, false, media},
 		{"media-preprocess-threads", f.MediaPreprocessThreads, true, media},
@@ -132,7 +137,6 @@ func (f *plannedFlags) check() error {
 		given   bool
 		missing string
 	}{
-		{"clamp-concurrency-to-pool", f.ClampConcurrencyToPool, "a pool of several sequences"},
 		{"context-cost-presets", f.ContextCostPresets != "", reuse},
 		{"allow-remote-media", f.AllowRemoteMedia, media},
 		{"repetition-penalty", f.RepetitionPenalty != nil && *f.RepetitionPenalty != 1, "a repetition penalty; it has --presence-penalty and --frequency-penalty"},
@@ -174,6 +178,9 @@ func (c *serveCommand) check() error {
 	if err := c.plannedFlags.check(); err != nil {
 		return err
 	}
+	if err := c.reserveFlags.apply(&c.modelFlags); err != nil {
+		return err
+	}
 	c.MaxContext = cmp.Or(c.MaxContext, 8192)
 	if err := c.modelFlags.check(c.MaxConcurrency); err != nil {
 		return err
@@ -208,6 +215,9 @@ func (c *serveCommand) Run(e *environment) error {
 	level, _ := server.ParseLevel(c.LogLevel)
 	log := server.NewLog(e.err, level)
 	log.Info("start", "version", version(), "arguments", redacted(os.Args[1:]))
+	if names := c.idle(); names != "" {
+		log.Warn("without effect: this build keeps nothing for later requests", "options", names)
+	}
 	listener, err := listen(net.JoinHostPort(c.Host, strconv.Itoa(c.Port)))
 	if err != nil {
 		return err
@@ -226,7 +236,7 @@ func (c *serveCommand) Run(e *environment) error {
 		c.small()
 	}
 	c.ModelID = cmp.Or(c.ModelID, l.name())
-	journal, closeJournal, err := c.journal(l, key, log, listener.Addr().String())
+	journal, closeJournal, err := c.journal(l, key, log)
 	if err != nil {
 		listener.Close()
 		return err
@@ -254,6 +264,14 @@ func (c *serveCommand) Run(e *environment) error {
 		return o.err
 	}
 	defer o.dev.Close()
+	log.Info("memory", c.pool.report()...)
+	if n := c.pool.lanes; n < c.MaxConcurrency {
+		log.Info("fewer sequences at a time: the pool holds so many full contexts", "concurrency", n)
+		c.MaxConcurrency = n
+	}
+	if journal != nil {
+		c.started(journal, l, listener.Addr().String(), deviceName(o.dev))
+	}
 	s.Ready(server.Model{
 		Front: o.front, Draft: c.DraftTokens, Concurrency: c.MaxConcurrency, File: filepath.Base(l.store.File.Path()), Activity: o.batch.Activity,
 		Queue: engine.NewQueue(o.batch, c.MaxConcurrency+c.MaxPendingRequests, time.Duration(c.PendingTimeoutMS)*time.Millisecond),
@@ -263,10 +281,9 @@ func (c *serveCommand) Run(e *environment) error {
 		e.say("listening on %s", address)
 	}
 	defaults := o.front.Defaults(!c.NoThinking)
-	log.Info("ready", "model", c.ModelID, "address", address, "context", server.Count(c.MaxContext), "device", "cpu",
+	log.Info("ready", "model", c.ModelID, "address", address, "context", server.Count(c.MaxContext), "device", deviceName(o.dev),
 		"concurrency", c.MaxConcurrency, "waiting places", c.MaxPendingRequests, "drafts", c.DraftTokens,
-		"cache", fmt.Sprintf("%s pages of %d tokens", server.Count(c.pages(c.MaxConcurrency)), engine.PageTokens),
-		"state", inUnits(o.state)+" a sequence", "weights", inUnits(l.store.File.FileBytes())+" mapped",
+		"cache", fmt.Sprintf("%s in %s pages of %d tokens", c.KVDtype, server.Count(c.pool.pages), engine.PageTokens), "state", c.GDNStateDtype, "weights", inUnits(l.store.File.FileBytes())+" mapped",
 		"temperature", defaults.Temperature, "top-p", defaults.TopP, "top-k", defaults.TopK, "presence penalty", defaults.Presence,
 		"load", time.Since(start).Round(time.Millisecond))
 	if err := <-served; err != nil {
@@ -282,7 +299,6 @@ type opening struct {
 	front *front.Front
 	batch *engine.Batch
 	dev   backend.Device
-	state int64 // bytes of a sequence's image
 	err   error
 }
 
@@ -300,7 +316,7 @@ func (c *serveCommand) open(e *environment, l *loaded) (o opening) {
 	if o.front, err = c.front(l); err != nil {
 		return opening{err: fmt.Errorf("%s: %w", l.store.File.Path(), err)}
 	}
-	o.state = stateBytes(m.States, c.MaxContext, c.carry())
+	c.weights = l.weightBytes()
 	o.batch, o.dev, o.err = c.engine(e, m, c.MaxConcurrency, c.MaxConcurrency+c.MaxPendingRequests)
 	return o
 }

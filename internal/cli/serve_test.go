@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"os"
 	"os/exec"
 	"path/filepath"
 	"regexp"
@@ -15,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"ninfer/internal/backend/cpu"
 	"ninfer/internal/convert"
 )
 
@@ -32,6 +34,12 @@ func serveChild(t *testing.T, flags ...string) *child {
 	if _, err := convert.Run(t.Context(), convert.Options{Model: "../../testdata/micro-radixark/checkpoint", Out: path, Profile: "radixark"}); err != nil {
 		t.Fatal(err)
 	}
+	return startServe(t, path, flags...)
+}
+
+// startServe starts the program on an artifact and waits until it is ready.
+func startServe(t *testing.T, path string, flags ...string) *child {
+	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	t.Cleanup(cancel)
 	c := &child{Cmd: exec.CommandContext(ctx, "ninfer", append([]string{"serve", path, "--port", "0", "--device", "cpu"}, flags...)...), log: make(chan string, 1)}
@@ -163,5 +171,78 @@ func TestServeFlags(t *testing.T) {
 	}
 	if err := c.Wait(); err != nil {
 		t.Error(err)
+	}
+}
+
+// The serve command lines of the model's two descriptions start as they stand, apart from host, port and file; without --vision, which
+// this build refuses (product.md 2.2). They say what has no effect, keep the memory that they promise to others, and answer.
+func TestServeSeedLines(t *testing.T) {
+	if n, ok := cpu.Available(); ok && n < 6<<30 {
+		t.Skipf("%d bytes of memory are too few for a reserve of 3 GiB", n)
+	}
+	// The same checkpoint with the positions of the real model.
+	dir := t.TempDir()
+	if err := os.CopyFS(dir, os.DirFS("../../testdata/micro-radixark/checkpoint")); err != nil {
+		t.Fatal(err)
+	}
+	config := filepath.Join(dir, "config.json")
+	text, err := os.ReadFile(config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(config, []byte(strings.Replace(string(text), `"max_position_embeddings": 8192`, `"max_position_embeddings": 262144`, 1)), 0o666); err != nil {
+		t.Fatal(err)
+	}
+	path := filepath.Join(t.TempDir(), "qwen3_8_flash_next_125b_a6b_nvfp4.ninfer")
+	if _, err := convert.Run(t.Context(), convert.Options{Model: dir, Out: path, Profile: "radixark"}); err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		line, model string
+		log         []string
+	}{
+		{
+			`--model-id Qwen/Qwen3.8-Flash-Next --max-context 196608 --kv-capacity auto --kv-dtype bf16 --max-concurrency 2
+			--device-state-slots 2 --host-state-slots 8 --host-kv-mib 16384 --spec mtp --draft-tokens 3 --lm-head-draft
+			--preserve-thinking --prefill-chunk 8192`, "Qwen/Qwen3.8-Flash-Next",
+			[]string{"context 196,608", "cache bf16 in 6,144 pages", "concurrency 2", "drafts 3", "--device-state-slots --host-state-slots --host-kv-mib", "slack 1.0 GiB"},
+		},
+		{
+			`--model-id qwen3.8-flash-next --max-context 32768 --kv-capacity 65536 --max-concurrency 2 --prefill-chunk 8192 --desktop-reserve-gib 3
+			--kv-dtype fp8 --gdn-state-dtype bf16 --spec mtp --draft-tokens 4 --preserve-thinking`, "qwen3.8-flash-next",
+			[]string{"context 32,768", "cache fp8 in 1,024 pages", "state bf16", "drafts 4", "left to others 3.0 GiB"},
+		},
+		{
+			`--model-id qwen3.8-flash-next --max-context 65536 --kv-capacity 65536 --kv-dtype fp8`, "qwen3.8-flash-next",
+			[]string{"context 65,536", "cache fp8 in 1,024 pages", "concurrency 1"},
+		},
+		{
+			`--max-context 131072 --kv-capacity 262144 --max-concurrency 4 --prefill-chunk 8192 --kv-dtype fp8`, "qwen4_exp",
+			[]string{"context 131,072", "cache fp8 in 4,096 pages", "concurrency 4"},
+		},
+	} {
+		s := startServe(t, path, strings.Fields(c.line)...)
+		res, err := http.Post(s.url+"/v1/chat/completions", "", strings.NewReader(fmt.Sprintf(`{"model":%q,"messages":[{"role":"user","content":"Q"}],"max_tokens":5}`, c.model)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		b, err := io.ReadAll(res.Body)
+		res.Body.Close()
+		if err != nil || res.StatusCode != 200 || !strings.Contains(string(b), `"completion_tokens":5`) {
+			t.Errorf("%s\n%d %s %v", c.line, res.StatusCode, b, err)
+		}
+		http.DefaultClient.CloseIdleConnections()
+		if err := s.Process.Signal(syscall.SIGTERM); err != nil {
+			t.Fatal(err)
+		}
+		log := <-s.log
+		if err := s.Wait(); err != nil {
+			t.Errorf("%s: %v", c.line, err)
+		}
+		for _, want := range c.log {
+			if !strings.Contains(log, want) {
+				t.Errorf("%s\n%q is not in the log:\n%s", c.line, want, log)
+			}
+		}
 	}
 }

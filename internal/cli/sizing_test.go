@@ -1,21 +1,55 @@
 package cli
 
 import (
+	"strings"
 	"testing"
 
 	"ninfer/internal/backend"
+	"ninfer/internal/backend/cpu"
 )
 
-func TestStateBytes(t *testing.T) {
+// The pool of the CPU: what --kv-capacity says, and auto by the arithmetic of product.md 9.5 with numbers that can be checked by hand.
+func TestShare(t *testing.T) {
+	// A token of 16 values in FP32: a page of 4,096 bytes. A lane has 1,000 bytes of state, 80 of carried rows and 3 records of 40 bytes.
 	states := []backend.State{
-		{Kind: backend.PerToken, Width: 3},
-		{Kind: backend.PerBlock, Width: 5, Ratio: 4},
-		{Kind: backend.Fixed, Width: 7, Rows: 2},
-		{Kind: backend.Carried, Width: 11},
+		{Kind: backend.PerToken, Store: backend.StoreStream, Width: 16},
+		{Kind: backend.Fixed, Store: backend.StoreWindow, Width: 10, Rows: 25},
+		{Kind: backend.Carried, Width: 2},
 	}
-	// 10 tokens are 2 whole blocks.
-	if got, want := stateBytes(states, 10, 6), int64(4*(10*3+2*5+2*7+6*11)); got != want {
-		t.Errorf("%d bytes, want %d", got, want)
+	const page, lane = 4096, 1000 + 80 + 120
+	for _, c := range []struct {
+		name         string
+		flags        modelFlags
+		lanes        int
+		available    int64
+		pages, after int    // after clamping the lanes
+		fails        string // part of the message
+	}{
+		{"default", modelFlags{MaxContext: 1000}, 3, 1 << 20, 16, 3, ""},
+		{"number, to a whole page", modelFlags{MaxContext: 1000, KVCapacity: "1025"}, 3, 1 << 20, 17, 3, ""},
+		{"number that does not fit", modelFlags{MaxContext: 1000, KVCapacity: "2000"}, 2, 32*page + 2*lane - 1, 0, 0, "memory: 1 bytes short"},
+		{"number that just fits", modelFlags{MaxContext: 1000, KVCapacity: "2000"}, 2, 32*page + 2*lane, 32, 2, ""},
+		{"number beside a reserve", modelFlags{MaxContext: 1000, KVCapacity: "2000", reserve: 500}, 2, 32*page + 2*lane + 499, 0, 0, "memory: 1 bytes short"},
+		{"weights do not count for a number", modelFlags{MaxContext: 1000, KVCapacity: "2000", weights: 1 << 30, slack: 1 << 30}, 2, 32*page + 2*lane, 32, 2, ""},
+		{"auto, all that lanes can use", modelFlags{MaxContext: 1000, KVCapacity: "auto"}, 3, 1 << 30, 48, 3, ""},
+		{"auto, what is left", modelFlags{MaxContext: 1000, KVCapacity: "auto", reserve: 100, slack: 200, weights: 300}, 3, 20*page + 3*lane + 600, 20, 3, ""},
+		{"auto, not quite", modelFlags{MaxContext: 1000, KVCapacity: "auto", reserve: 100, slack: 200, weights: 300}, 3, 20*page + 3*lane + 599, 19, 3, ""},
+		{"auto, the least", modelFlags{MaxContext: 1000, KVCapacity: "auto", slack: 200}, 3, 16*page + 3*lane + 200, 16, 3, ""},
+		{"auto, less than the least", modelFlags{MaxContext: 1000, KVCapacity: "auto", slack: 200}, 3, 16*page + 3*lane + 150, 0, 0, "memory: 50 bytes short"},
+		{"auto, a page a lane", modelFlags{MaxContext: 64, KVCapacity: "auto"}, 8, 8*page + 8*lane - 1, 0, 0, "memory: 1 bytes short"},
+		{"auto, unknown memory", modelFlags{MaxContext: 1000, KVCapacity: "auto"}, 2, -1, 32, 2, ""},
+		{"clamped", modelFlags{MaxContext: 1000, KVCapacity: "2100", clamp: true}, 8, 1 << 20, 33, 2, ""},
+		{"clamped to one", modelFlags{MaxContext: 1000, clamp: true}, 8, 1 << 20, 16, 1, ""},
+	} {
+		p, err := c.flags.share(cpu.Options{States: states, Lanes: c.lanes, Verify: 3, Carry: 10}, max(c.available, 0), c.available >= 0)
+		switch {
+		case c.fails != "":
+			if err == nil || !strings.Contains(err.Error(), c.fails) {
+				t.Errorf("%s: %+v, %v", c.name, p, err)
+			}
+		case err != nil || p.pages != c.pages || p.lanes != c.after:
+			t.Errorf("%s: %d pages, %d lanes, %v, want %d and %d", c.name, p.pages, p.lanes, err, c.pages, c.after)
+		}
 	}
 }
 

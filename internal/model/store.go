@@ -312,6 +312,30 @@ func (a *Artifact) Table(name string) (num.Format, backend.RowSource, error) {
 	return f, tableSpans{name: id, rows: int64(o.Shape[0]), rowBytes: o.Bytes / int64(o.Shape[0]), spans: spans}, nil
 }
 
+// TableBytes is the size of the n-gram tables, which a reader of rows maps but need not hold in memory.
+func (a *Artifact) TableBytes() int64 {
+	t := &a.config.Text
+	var names []string
+	for _, id := range t.PLELayerIDs {
+		if a.mixed {
+			for i := range t.NgramParts {
+				names = append(names, arch.MixedShard(id-1, i))
+			}
+		} else {
+			names = append(names, arch.PLEPrefix(arch.LayerPrefix(id-1))+arch.PLETable)
+		}
+	}
+	var n int64
+	for _, name := range names {
+		if p, ok := a.locate(name); ok {
+			if o, _, _, err := a.resolve(p.bindings); err == nil {
+				n += o.Bytes
+			}
+		}
+	}
+	return n
+}
+
 // copySpans copies len(dst) bytes from an offset into runs that follow each other.
 func copySpans(dst []byte, spans [][]byte, at int64) {
 	for _, s := range spans {

@@ -26,6 +26,8 @@ type Options struct {
 
 	// Pages is the size of the pool that images take their rows from, backend.PageTokens tokens at a time; 0 is enough for all images.
 	Pages int
+	// Commit takes all memory of the pool at the start. Without it a page takes its memory when it is first written.
+	Commit bool
 	// KV is what keys, values and index keys are kept in: by the fast device truly, by the oracle as rounding.
 	KV backend.Cache
 	// BF16State keeps delta-net matrices in BF16: rounded once a pass, when it puts them away. Results then depend on how many rows a
@@ -95,6 +97,9 @@ func newMachine[T value](opt Options, ops operations[T]) *machine[T] {
 		var p *plane[T]
 		if s.Kind == backend.PerToken || s.Kind == backend.PerBlock {
 			p = newPlane[T](s, opt.KV, pages, ops.packed())
+			if opt.Commit {
+				p.commit()
+			}
 		}
 		m.planes = append(m.planes, p)
 	}

@@ -56,9 +56,9 @@ type plane[T value] struct {
 	scales []uint16 // [row][width/group]
 }
 
-// newPlane makes the memory of a state for so many pages, packed to what its form takes or not.
-func newPlane[T value](s backend.State, kv backend.Cache, pages int, packed bool) *plane[T] {
-	p := &plane[T]{width: s.Width, ratio: 1, group: s.Group}
+// shape sets everything but the memory.
+func (p *plane[T]) shape(s backend.State, kv backend.Cache) {
+	p.width, p.ratio, p.group = s.Width, 1, s.Group
 	if s.Kind == backend.PerBlock {
 		p.ratio = s.Ratio
 	}
@@ -69,6 +69,12 @@ func newPlane[T value](s backend.State, kv backend.Cache, pages int, packed bool
 	case s.Store == backend.StoreIndex && kv != backend.CacheFull:
 		p.form = backend.CacheBF16
 	}
+}
+
+// newPlane makes the memory of a state for so many pages, packed to what its form takes or not.
+func newPlane[T value](s backend.State, kv backend.Cache, pages int, packed bool) *plane[T] {
+	p := &plane[T]{}
+	p.shape(s, kv)
 	n := pages * p.rows * p.width
 	switch {
 	case !packed || p.form == backend.CacheFull:
@@ -79,6 +85,23 @@ func newPlane[T value](s backend.State, kv backend.Cache, pages int, packed bool
 		p.codes, p.scales = make([]byte, n), make([]uint16, n/max(p.group, 1))
 	}
 	return p
+}
+
+// commit makes the operating system give all memory of the plane now, not when it is first written.
+func (p *plane[T]) commit() {
+	touch(p.full)
+	touch(p.half)
+	touch(p.codes)
+	touch(p.scales)
+}
+
+// touch writes a value in every memory page of at least 4 KiB.
+func touch[E any](s []E) {
+	var zero E
+	const step = 512 // of at most 8 bytes
+	for i := 0; i < len(s); i += step {
+		s[i] = zero
+	}
 }
 
 // at is where row i of an image lies among all rows.
