@@ -92,8 +92,9 @@ func rate(n int64, f func()) float64 {
 	return float64(n) / time.Since(start).Seconds()
 }
 
-// dropCaches forgets file contents, where that is allowed: then everything comes from the disk.
+// dropCaches forgets file contents, where that is allowed: then everything comes from the disk. What is not written yet cannot be forgotten.
 func dropCaches(t *testing.T) {
+	syncAll()
 	if err := os.WriteFile("/proc/sys/vm/drop_caches", []byte("3"), 0); err != nil {
 		t.Logf("file contents may be cached: %v", err)
 	}

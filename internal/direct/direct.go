@@ -1,7 +1,8 @@
 // Package direct moves long runs of file bytes past the page cache, where the system and the file system allow it.
 //
 // Checkpoints and artifacts are larger than memory and pass through a program once. Through the page cache every byte costs a page that must
-// be found, copied and thrown away again: several times the processor time of a digest. A File is a second handle beside an ordinary one:
+// be found, copied and thrown away again: several times the processor time of a digest. What is in the cache already, from a download just
+// before, comes from there nevertheless: reading it from the disk might even write it first. A File is a second handle beside an ordinary one:
 // Span says which part of a transfer it will take, and the caller does the rest through the ordinary handle. Pages that both ways write
 // must not be the same; Span keeps to whole pages.
 //
@@ -81,10 +82,10 @@ func (d *File) WriteAt(write func(*os.File, []byte, int64) (int, error), p []byt
 	return done
 }
 
-// ReadAt fills as much of p as it can and returns how much that is: nothing for short reads, less than all at the end of the file or where
-// the file system refuses. The rest is to be read through the ordinary handle, whose errors are the ones to tell.
+// ReadAt fills as much of p as it can and returns how much that is: nothing for short reads and for what is cached, less than all at the end
+// of the file or where the file system refuses. The rest is to be read through the ordinary handle, whose errors are the ones to tell.
 func (d *File) ReadAt(p []byte, off int64) int {
-	if d == nil || len(p) < least || d.refused.Load() {
+	if d == nil || len(p) < least || d.refused.Load() || cached(d.f, off, int64(len(p))) {
 		return 0
 	}
 	buf := buffers.get()

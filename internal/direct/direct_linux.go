@@ -15,6 +15,13 @@ func open(path string, flag int) *os.File {
 	return f
 }
 
+// cached tells whether at least half of a range is in the page cache. Kernels before 6.5 cannot say.
+func cached(f *os.File, off, n int64) bool {
+	var c unix.Cachestat_t
+	err := unix.Cachestat(uint(f.Fd()), &unix.CachestatRange{Off: uint64(off), Len: uint64(n)}, &c, 0)
+	return err == nil && int64(c.Cache)*int64(os.Getpagesize()) >= n/2
+}
+
 const hugePage = 2 << 20
 
 // newBuffer maps a buffer on the border of a huge page. Where that fails, any aligned one will do.

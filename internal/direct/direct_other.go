@@ -7,6 +7,8 @@ import "os"
 // open: there are no direct transfers here.
 func open(string, int) *os.File { return nil }
 
+func cached(*os.File, int64, int64) bool { return true }
+
 func newBuffer() buffer { panic("direct: no file can be open") }
 
 func (buffer) free() {}
