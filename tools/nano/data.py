@@ -77,7 +77,7 @@ def held_out(seed=2026):
                 continue
             seen.add(key); i += 1
             out.append(row(f"{skill}-{i:03d}", skill, s))
-    for skill, sentences, n in (("needle4k", 280, 10), ("needle8k", 560, 6)):
+    for skill, sentences, n in (("needle4k", 400, 5), ("needle8k", 790, 3)):
         for i in range(n):
             out.append(row(f"{skill}-{i + 1:03d}", skill, skills.needle(rng, True, sentences)))
     return out

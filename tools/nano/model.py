@@ -1,7 +1,7 @@
 """The reference implementation's modules, run fast over packed rows.
 
 All parameters live in modules of transformers' qwen4_exp. Its forward pass treats one sequence at a time, loops over experts and
-queries, and cannot pack. Blocks below compute the same function of the same parameters (check_parity compares) for rows of several
+queries, and cannot pack. The functions below compute the same function of the same parameters (check_parity compares) for rows of several
 documents: no document sees another, through attention, convolutions, delta-rule state or n-grams. Inside the indexer's budget every
 key is selected, so attention is dense here.
 """
@@ -24,15 +24,21 @@ def rms(x, w):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * (1 + w.float())
 
 
-def mix(m, X):
-    """hyper-connection: streams [B,T,S,H] to the block's input and, unless it is the last mixer, injection weights [B,T,S]"""
-    n = rms(X, m.hc_norm.weight.view(S, H))
+def mix(X, y, inj, norm, down, up, inject):
+    """hyper-connection. X [B,T,S,H] streams, to which the last block's output y [B,T,H] is first added with weights inj [B,T,S]
+    (both may be None); returns the streams, the next block's input and, unless inject is None, its weights"""
+    if y is not None:
+        X = X + y.float().unsqueeze(-2) * inj.float().unsqueeze(-1)
+    n = rms(X, norm.view(S, H))
     flat = n.flatten(-2)
-    up = torch.sigmoid(F.linear(F.silu(F.linear(flat, m.input_mix_weight_down.weight) / S), m.input_mix_weight_up.weight))
-    x = (up.unflatten(-1, (S, H)) * n).mean(-2)
-    if m.block_inject_weight is None:
-        return x
-    return x, 2 * torch.sigmoid(F.linear(flat, m.block_inject_weight.weight) / S)
+    u = torch.sigmoid(F.linear(F.silu(F.linear(flat, down) / S), up))
+    x = (u.unflatten(-1, (S, H)) * n).mean(-2)
+    return X, x, None if inject is None else 2 * torch.sigmoid(F.linear(flat, inject) / S)
+
+
+def mix_of(m):
+    """arguments of mix from a module"""
+    return m.hc_norm.weight, m.input_mix_weight_down.weight, m.input_mix_weight_up.weight, None if m.block_inject_weight is None else m.block_inject_weight.weight
 
 
 def same(doc, j):
@@ -51,69 +57,78 @@ def conv(x, w, doc, dilation=1):
 
 
 def unit_lower_inverse(A):
-    """(I + A)^-1 for strictly lower triangular A [..., n, n], n a power of two from 8: powers inside blocks of 8, block substitution above.
+    """(I + A)^-1 for strictly lower triangular A [..., n, n], n a power of two from 16: powers inside blocks of 16, block substitution above.
     Powers of larger blocks would grow before they cancel."""
-    n, b = A.shape[-1], 8
-    D = torch.stack([A[..., i:i + b, i:i + b] for i in range(0, n, b)], -3)
-    P = -D
+    n, b = A.shape[-1], 16
+    P = -torch.stack([A[..., i:i + b, i:i + b] for i in range(0, n, b)], -3)
     inv = P + torch.eye(b, device=A.device, dtype=A.dtype)
-    for _ in range(2):
+    for _ in range(3):
         P = P @ P
         inv = inv + inv @ P
     while b < n:
         X, Y = inv[..., 0::2, :, :], inv[..., 1::2, :, :]
         low = torch.stack([A[..., i + b:i + 2 * b, i:i + b] for i in range(0, n, 2 * b)], -3)
-        top = torch.cat([X, torch.zeros_like(X)], -1)
-        inv = torch.cat([top, torch.cat([-(Y @ low @ X), Y], -1)], -2)
+        inv = torch.cat([torch.cat([X, torch.zeros_like(X)], -1), torch.cat([-(Y @ low @ X), Y], -1)], -2)
         b *= 2
     return inv.squeeze(-3)
 
 
-def delta(q, k, v, g, beta, chunk=128):
-    """gated delta rule. q, k [B,T,h,dk], v [B,T,n,dv], g, beta [B,T,n]; the value heads share the key heads in groups.
-    A chunk maps the state S to A S + B; a scan over the chunks in log2 steps finds the state before each"""
-    B, T, h, dk = k.shape
-    n = v.shape[2]
-    N = T // chunk
-    cut = lambda x: x.reshape(B, N, chunk, *x.shape[2:]).transpose(2, 3)         # [B,N,heads,chunk,...]
-    unit = lambda x: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
-    q, k = cut(unit(q) * dk ** -0.5), cut(unit(k))
-    q, k = (x.repeat_interleave(n // h, 2) for x in (q, k))
-    v, g, beta = cut(v), cut(g), cut(beta).unsqueeze(-1)
-    c = g.cumsum(-1)
-    upper = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
-    decay = (c.unsqueeze(-1) - c.unsqueeze(-2)).masked_fill(upper, float("-inf")).exp()
-    kb = k * beta
-    inv = unit_lower_inverse((kb @ k.transpose(-1, -2) * decay).tril(-1))
-    u, w = inv @ (v * beta), inv @ (kb * c.exp().unsqueeze(-1))
-    inner = q @ k.transpose(-1, -2) * decay
-    q = q * c.exp().unsqueeze(-1)
-    k = (k * (c[..., -1:] - c).exp().unsqueeze(-1)).transpose(-1, -2)
-    M_ = c[..., -1].exp()[..., None, None] * torch.eye(dk, device=q.device) - k @ w
-    S_ = k @ u
-    d = 1
-    while d < N:
-        S_ = torch.cat([S_[:, :d], M_[:, d:] @ S_[:, :-d] + S_[:, d:]], 1)
-        M_ = torch.cat([M_[:, :d], M_[:, d:] @ M_[:, :-d]], 1)
-        d *= 2
-    before = torch.cat([torch.zeros_like(S_[:, :1]), S_[:, :-1]], 1)
-    fresh = u - w @ before
-    return (q @ before + inner @ fresh).transpose(2, 3).reshape(B, T, n, -1)
+CHUNK = 128
 
 
-def gdn(m, x, doc, fresh):
-    """x [B,T,H]; fresh [B,T] is true at the first token of a document"""
+def gdn_pre(x, doc, fresh, w_qkv, w_b, w_a, w_conv, A_log, dt_bias):
+    """the parts of the gated delta rule that need no order, in chunks [B*N*n, CHUNK, ...]: system matrix, attention inside chunks, and
+    keys, values and queries with their decays; last: decay over a whole chunk. fresh [B,T] is true at a document's first token"""
     B, T, _ = x.shape
-    z, b, a = F.linear(x, m.in_proj_z.weight), F.linear(x, m.in_proj_b.weight), F.linear(x, m.in_proj_a.weight)
-    qkv = F.silu(conv(F.linear(x, m.in_proj_qkv.weight), m.conv1d.weight, doc))
-    q, k, v = qkv.float().split([m.key_dim, m.key_dim, m.value_dim], -1)
-    g = -m.A_log.float().exp() * F.softplus(a.float() + m.dt_bias)
+    d, n = config.TEXT["linear_key_head_dim"], config.TEXT["linear_num_value_heads"]
+    h, N = config.TEXT["linear_num_key_heads"], T // CHUNK
+    qkv = F.silu(conv(F.linear(x, w_qkv), w_conv, doc)).float()
+    q, k, v = qkv.split([h * d, h * d, n * d], -1)
+    g = -A_log.float().exp() * F.softplus(F.linear(x, w_a).float() + dt_bias)
     g = torch.where(fresh.unsqueeze(-1), g - 60, g)                              # e^-60: the state of the last document is gone
+    beta = F.linear(x, w_b).float().sigmoid()
+    unit = lambda z: z * torch.rsqrt(z.pow(2).sum(-1, keepdim=True) + 1e-6)
+    cut = lambda z: z.reshape(B, N, CHUNK, *z.shape[2:]).transpose(2, 3)         # [B,N,heads,CHUNK,...]
+    q, k = (cut(unit(z.reshape(B, T, h, d))).repeat_interleave(n // h, 2).flatten(0, 2) for z in (q, k))
+    q = q * d ** -0.5
+    v, g, beta = cut(v.reshape(B, T, n, d)).flatten(0, 2), cut(g).flatten(0, 2), cut(beta).flatten(0, 2).unsqueeze(-1)
     with torch.autocast("cuda", enabled=False):
-        o = delta(q.view(B, T, -1, m.head_k_dim), k.view(B, T, -1, m.head_k_dim), v.view(B, T, -1, m.head_v_dim), g, b.float().sigmoid())
-    o = o * torch.rsqrt(o.pow(2).mean(-1, keepdim=True) + EPS) * m.norm.weight
-    o = o * torch.sigmoid(z.float()).view(B, T, -1, m.head_v_dim)
-    return F.linear(o.flatten(-2), m.out_proj.weight)
+        c = g.cumsum(-1)
+        lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=x.device).tril()
+        decay = (c.unsqueeze(-1) - c.unsqueeze(-2)).masked_fill(~lower, float("-inf")).exp()
+        kb, e = k * beta, c.exp().unsqueeze(-1)
+        kt = k.transpose(-1, -2)
+        system = torch.bmm(kb, kt) * decay * lower.tril(-1)
+        inner = torch.bmm(q, kt) * decay
+        return system, inner, v * beta, kb * e, q * e, k * (c[..., -1:] - c).exp().unsqueeze(-1), c[..., -1].exp()[:, None, None]
+
+
+def gdn_scan(B, system, inner, vb, kb, q, k, last):
+    """delta rule over chunks: a chunk maps the state S to M S + U; then what each chunk adds, given the state before it"""
+    inv = unit_lower_inverse(system)
+    u, w = torch.bmm(inv, vb), torch.bmm(inv, kb)
+    kt = k.transpose(-1, -2)
+    M_ = (last * torch.eye(k.shape[-1], device=k.device)).baddbmm(kt, w, alpha=-1).unflatten(0, (B, -1, config.TEXT["linear_num_value_heads"]))
+    U_ = torch.bmm(kt, u).unflatten(0, (B, -1, config.TEXT["linear_num_value_heads"]))
+    N = M_.shape[1]
+    M_, U_ = (z.transpose(0, 1).flatten(1, 2).unbind(0) for z in (M_, U_))
+    state, before = torch.zeros_like(U_[0]), []
+    for i in range(N):
+        before.append(state)
+        state = torch.baddbmm(U_[i], M_[i], state)
+    before = torch.stack(before).unflatten(1, (B, -1)).transpose(0, 1).flatten(0, 2)
+    fresh = torch.baddbmm(u, w, before, alpha=-1)
+    return torch.baddbmm(torch.bmm(q, before), inner, fresh)
+
+
+def gdn_post(o, x, w_z, norm, w_out):
+    """o [B*N*n, CHUNK, d] to the block's output [B,T,H]"""
+    B, T, _ = x.shape
+    n = config.TEXT["linear_num_value_heads"]
+    o = o.unflatten(0, (B, -1, n)).transpose(2, 3).reshape(B, T, n, -1)
+    o = o * torch.rsqrt(o.pow(2).mean(-1, keepdim=True) + EPS) * norm
+    o = o * torch.sigmoid(F.linear(x, w_z).float()).view(B, T, n, -1)
+    return F.linear(o.flatten(-2), w_out)
 
 
 def rotate(x, cos, sin):
@@ -124,40 +139,49 @@ def rotate(x, cos, sin):
     return torch.cat([a * cos[:, None] + half * sin[:, None], rest], -1)
 
 
-def qkv_of(m, x, cos, sin):
+def heads_of(x, cos, sin, w_q, w_k, w_v, q_norm, k_norm):
     B, T, _ = x.shape
-    q, gate = F.linear(x, m.q_proj.weight).view(B, T, -1, 2 * m.head_dim).chunk(2, -1)
-    q = rotate(rms(q, m.q_norm.weight), cos, sin)
-    k = rotate(rms(F.linear(x, m.k_proj.weight).view(B, T, -1, m.head_dim), m.k_norm.weight), cos, sin)
-    return q, k, F.linear(x, m.v_proj.weight).view(B, T, -1, m.head_dim), gate
+    D = config.TEXT["head_dim"]
+    q, gate = F.linear(x, w_q).view(B, T, -1, 2 * D).chunk(2, -1)
+    q = rotate(rms(q, q_norm), cos, sin)
+    k = rotate(rms(F.linear(x, w_k).view(B, T, -1, D), k_norm), cos, sin)
+    return q, k, F.linear(x, w_v).view(B, T, -1, D), gate
 
 
-def attention(m, x, mask, cos, sin):
+def attention(x, mask, cos, sin, w_q, w_k, w_v, q_norm, k_norm, w_o):
     B, T, _ = x.shape
-    q, k, v, gate = qkv_of(m, x, cos, sin)
+    q, k, v, gate = heads_of(x, cos, sin, w_q, w_k, w_v, q_norm, k_norm)
     rep = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(rep, 2), v.repeat_interleave(rep, 2)
     dt = v.dtype
     o = F.scaled_dot_product_attention(q.to(dt).transpose(1, 2), k.to(dt).transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
     o = o.transpose(1, 2).reshape(B, T, -1) * torch.sigmoid(gate.reshape(B, T, -1))
-    return F.linear(o, m.o_proj.weight)
+    return F.linear(o, w_o)
 
 
-def moe(m, x):
+def heads_args(m):
+    return m.q_proj.weight, m.k_proj.weight, m.v_proj.weight, m.q_norm.weight, m.k_norm.weight
+
+
+def moe(x, w_gate, gate_up, down, s_gate, s_up, s_down, s_weight):
     """x [B,T,H]; also the balance loss. Every expert runs on every token: with so few of them that is the fastest way"""
     E, I, K = config.TEXT["num_experts"], config.TEXT["moe_intermediate_size"], config.TEXT["num_experts_per_tok"]
-    p = F.linear(x, m.gate.weight).float().softmax(-1)
+    p = F.linear(x, w_gate).float().softmax(-1)
     top, idx = torch.topk(p, K, -1)
     sel = torch.zeros_like(p).scatter(-1, idx, 1.0)
     w = p * sel
     w = w / w.sum(-1, keepdim=True)
-    gu = F.linear(x, m.experts.gate_up_proj.flatten(0, 1)).unflatten(-1, (E, 2 * I))
+    gu = F.linear(x, gate_up.flatten(0, 1)).unflatten(-1, (E, 2 * I))
     h = F.silu(gu[..., :I]) * gu[..., I:] * w.unsqueeze(-1).to(gu.dtype)
-    y = F.linear(h.flatten(-2), m.experts.down_proj.transpose(0, 1).flatten(1))
-    s = m.shared_expert
-    y = y + torch.sigmoid(F.linear(x, m.shared_expert_gate.weight)) * F.linear(F.silu(F.linear(x, s.gate_proj.weight)) * F.linear(x, s.up_proj.weight), s.down_proj.weight)
+    y = F.linear(h.flatten(-2), down.transpose(0, 1).flatten(1))
+    y = y + torch.sigmoid(F.linear(x, s_weight)) * F.linear(F.silu(F.linear(x, s_gate)) * F.linear(x, s_up), s_down)
     balance = E / K * (sel.mean((0, 1)) * p.mean((0, 1))).sum()
     return y, balance
+
+
+def moe_args(m):
+    s = m.shared_expert
+    return m.gate.weight, m.experts.gate_up_proj, m.experts.down_proj, s.gate_proj.weight, s.up_proj.weight, s.down_proj.weight, m.shared_expert_gate.weight
 
 
 def ngram_rows(m, ids, doc):
@@ -174,37 +198,59 @@ def ngram_rows(m, ids, doc):
     return torch.cat(out, -1)
 
 
-def ple(m, X, rows, doc):
-    e = F.embedding(rows, m.ple_embedding.ngram_embedding.weight).flatten(-2)
-    key = rms(F.linear(e, m.key_proj.weight).unflatten(-1, (S, H)), m.norm_key.weight.view(S, H))
-    value = F.linear(e, m.value_proj.weight)
-    query = rms(X, m.norm_query.weight.view(S, H))
+def ple(X, y, inj, rows, doc, table, w_key, w_value, norm_key, norm_query, norm_conv, w_conv):
+    """n-gram features added to the streams, after the last block's output"""
+    X = X + y.float().unsqueeze(-2) * inj.float().unsqueeze(-1)
+    e = F.embedding(rows, table).flatten(-2)
+    key = rms(F.linear(e, w_key).unflatten(-1, (S, H)), norm_key.view(S, H))
+    value = F.linear(e, w_value)
+    query = rms(X, norm_query.view(S, H))
     gate = (key * query).sum(-1, keepdim=True) / math.sqrt(H)
     gate = gate.abs().clamp_min(1e-6).sqrt() * gate.sign()
     v = torch.sigmoid(gate) * value.unsqueeze(-2).float()
-    c = F.silu(conv(rms(v, m.norm_conv.weight.view(S, H)).flatten(-2), m.conv1d.weight, doc, config.TEXT["ngram_size"]))
-    return v + c.unflatten(-1, (S, H))
+    c = F.silu(conv(rms(v, norm_conv.view(S, H)).flatten(-2), w_conv, doc, config.TEXT["ngram_size"]))
+    return X + v + c.unflatten(-1, (S, H))
 
 
-class Block(nn.Module):
-    """one decoder layer over streams [B,T,S,H] in float32"""
+def ple_args(m):
+    return m.ple_embedding.ngram_embedding.weight, m.key_proj.weight, m.value_proj.weight, m.norm_key.weight, m.norm_query.weight, m.norm_conv.weight, m.conv1d.weight
 
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-        self.linear = hasattr(layer, "linear_attn")
-        self.has_ple = layer.ple is not None
 
-    def forward(self, X, doc, fresh, mask, cos, sin, rows):
-        l = self.layer
-        if self.has_ple:
-            X = X + ple(l.ple, X, rows, doc)
-        x, inj = mix(l.attn_hyper_connection, X)
-        y = gdn(l.linear_attn, x, doc, fresh) if self.linear else attention(l.self_attn, x, mask, cos, sin)
-        X = X + y.float().unsqueeze(-2) * inj.float().unsqueeze(-1)
-        x, inj = mix(l.mlp_hyper_connection, X)
-        y, balance = moe(l.mlp, x)
-        return X + y.float().unsqueeze(-2) * inj.float().unsqueeze(-1), balance
+def stem(X, emb, norm_e, norm_h, w_e, w_h):
+    """MTP input: streams X at t and the embedding of the token after it"""
+    e = F.linear(rms(emb, norm_e), w_e)
+    h = rms(X.flatten(-2), norm_h).unflatten(-1, (S, H))
+    return (F.linear(h, w_h) + e.unsqueeze(2)).float()
+
+
+def head(x, w, target, weight):
+    """loss of every position times its weight, and whether the best guess is right"""
+    lg = F.linear(x, w).float()
+    loss = F.cross_entropy(lg.flatten(0, 1), target.flatten(), reduction="none").view_as(weight)
+    return loss * weight, lg.detach().argmax(-1) == target
+
+
+PLAIN = dict(mix=mix, gdn_pre=gdn_pre, gdn_post=gdn_post, attention=attention, moe=moe, ple=ple, stem=stem, head=head)
+
+
+def block(f, l, X, y, inj, ctx):
+    """one decoder layer l with the functions f; the last block's output comes and goes unadded"""
+    doc, fresh, mask, cos, sin, rows = ctx
+    if l.ple is not None:
+        X, y, inj = f["ple"](X, y, inj, rows, doc, *ple_args(l.ple)), None, None
+    X, x, inj = f["mix"](X, y, inj, *mix_of(l.attn_hyper_connection))
+    if hasattr(l, "linear_attn"):
+        m = l.linear_attn
+        parts = f["gdn_pre"](x, doc, fresh, m.in_proj_qkv.weight, m.in_proj_b.weight, m.in_proj_a.weight, m.conv1d.weight, m.A_log, m.dt_bias)
+        with torch.autocast("cuda", enabled=False):
+            o = gdn_scan(x.shape[0], *parts)
+        y = f["gdn_post"](o, x, m.in_proj_z.weight, m.norm.weight, m.out_proj.weight)
+    else:
+        m = l.self_attn
+        y = f["attention"](x, mask, cos, sin, *heads_args(m), m.o_proj.weight)
+    X, x, inj = f["mix"](X, y, inj, *mix_of(l.mlp_hyper_connection))
+    y, balance = f["moe"](x, *moe_args(l.mlp))
+    return X, y, inj, balance
 
 
 def make_config():
@@ -228,17 +274,14 @@ class Nano(nn.Module):
         self.text = self.ref.model.language_model
         for c in (cfg.text_config, mt):
             c._experts_implementation = "eager"
-        self.blocks = [Block(l) for l in self.text.layers]           # plain lists: the parameters are registered above
-        self.mtp_block = [Block(self.mtp["layer"])]
+        self.ops = PLAIN
         r = int(config.TEXT["head_dim"] * config.TEXT["partial_rotary_factor"])
         self.inv = 1.0 / (config.TEXT["rope_parameters"]["rope_theta"] ** (torch.arange(0, r, 2).float() / r))
 
     def compile(self):
         torch._dynamo.config.recompile_limit = 64
         torch._dynamo.config.accumulated_recompile_limit = 1024
-        for b in self.blocks + self.mtp_block:
-            b.compile(dynamic=False)
-        self.head_loss = torch.compile(self.head_loss, dynamic=False)
+        self.ops = {k: torch.compile(f, dynamic=False) for k, f in PLAIN.items()}
 
     def context(self, ids, doc):
         B, T = ids.shape
@@ -249,32 +292,35 @@ class Nano(nn.Module):
         rows = ngram_rows(self.text.layers[config.TEXT["ple_layer_ids"][0] - 1].ple.ple_embedding, ids, doc)
         return doc, fresh, mask[:, None], ang.cos(), ang.sin(), rows
 
-    def trunk(self, ids, ctx, plain=False):
-        """streams before the last mixer, balance loss; plain: never the compiled code"""
-        X = self.text.embed_tokens(ids).float().unsqueeze(2).expand(-1, -1, S, -1).contiguous()
-        total = 0.0
-        for b in self.blocks:
-            X, balance = (b.forward if plain else b)(X, *ctx)
+    def trunk(self, ids, ctx, plain=False, see=None):
+        """streams before the last mixer as (streams, last output, its weights), balance loss. plain: never the compiled code; see: called with
+        each attention module and its input"""
+        f = PLAIN if plain else self.ops
+        X, y, inj, total = self.text.embed_tokens(ids).float().unsqueeze(2).expand(-1, -1, S, -1).contiguous(), None, None, 0.0
+        for l in self.text.layers:
+            if see and not hasattr(l, "linear_attn"):
+                see(l.self_attn, mix(X, y, inj, *mix_of(l.attn_hyper_connection))[1])
+            X, y, inj, balance = block(f, l, X, y, inj, ctx)
             total = total + balance
-        return X, total
+        return (X, y, inj), total
 
-    def logits(self, X, mixer=None):
-        return F.linear(mix(mixer or self.text.hyper_connection_mixer, X), self.ref.lm_head.weight)
+    def mtp_trunk(self, X, nxt, ctx, plain=False):
+        f = PLAIN if plain else self.ops
+        X, y, inj, balance = block(f, self.mtp["layer"], self.stem(X, nxt, plain), None, None, ctx)
+        return (X, y, inj), balance
 
-    def stem(self, X, nxt):
-        """MTP input [B,T,S,H]: streams X at t and the token after it"""
-        e = F.linear(rms(self.text.embed_tokens(nxt), self.mtp.norm_e), self.mtp["fc_embedding"].weight)
-        h = rms(X.flatten(-2), self.mtp.norm_h).unflatten(-1, (S, H))
-        return (F.linear(h, self.mtp["fc_hidden"].weight) + e.unsqueeze(2)).float()
+    def stem(self, X, nxt, plain=True):
+        """MTP input [B,T,S,H] from complete streams X [B,T,S,H] and next tokens [B,T]"""
+        return (PLAIN if plain else self.ops)["stem"](X, self.text.embed_tokens(nxt), self.mtp.norm_e, self.mtp.norm_h, self.mtp["fc_embedding"].weight, self.mtp["fc_hidden"].weight)
 
-    def mtp_trunk(self, X, nxt, ctx):
-        return self.mtp_block[0](self.stem(X, nxt), *ctx)
+    def final(self, state, drafting=False, plain=False):
+        """complete streams and the vector that the head sees"""
+        X, x, _ = (PLAIN if plain else self.ops)["mix"](*state, *mix_of(self.mtp["mixer"] if drafting else self.text.hyper_connection_mixer))
+        return X, x
 
-    def head_loss(self, X, target, weight, which):
-        """loss of every position [B,T] times its weight, and whether the best guess is right"""
-        lg = self.logits(X, self.mtp["mixer"] if which else None).float()
-        loss = F.cross_entropy(lg.flatten(0, 1), target.flatten(), reduction="none").view_as(weight)
-        return loss * weight, lg.detach().argmax(-1) == target
+    def logits(self, X, drafting=False):
+        """of complete streams"""
+        return F.linear(self.final((X, None, None), drafting, True)[1], self.ref.lm_head.weight)
 
 
 def visible(self, hidden_states, position_embeddings, attention_mask, past_key_values):
@@ -307,6 +353,6 @@ def check_parity(nano, ids):
     # the same sequence twice in a row, behind another document
     two = torch.full((1, 2 * pad), config.EOT, device="cuda"); doc = torch.full((1, 2 * pad), -1, device="cuda")
     two[0, :T] = ids; doc[0, :T] = 0; two[0, T:2 * T] = ids; doc[0, T:2 * T] = 1
-    got = nano.logits(nano.trunk(two, nano.context(two, doc), plain=True)[0])[0]
+    got = nano.logits(nano.final(nano.trunk(two, nano.context(two, doc), plain=True)[0], plain=True)[0])[0]
     torch.set_float32_matmul_precision(old)
     return dict(dense=float((dense - want).abs().max()), first=float((got[:T] - want).abs().max()), second=float((got[T:2 * T] - want).abs().max()), scale=float(want.abs().max()))

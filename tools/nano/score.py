@@ -34,7 +34,7 @@ def padded(rows, extra=0):
 def streams(nano, ids):
     doc = torch.zeros_like(ids)
     ctx = nano.context(ids, doc)
-    return nano.trunk(ids, ctx, plain=True)[0], ctx
+    return nano.final(nano.trunk(ids, ctx, plain=True)[0], plain=True)[0], ctx
 
 
 @precise
@@ -110,9 +110,9 @@ def drafts(nano, prompts, answers, k=3):
         ok = torch.ones(len(starts), dtype=torch.bool, device="cuda"); count = torch.zeros(len(starts), dtype=torch.long, device="cuda")
         at = torch.tensor([n + s - 1 for s in starts], device="cuda"); ar = torch.arange(len(starts), device="cuda")
         for j in range(k):
-            Y, _ = nano.mtp_block[0].forward(rows, *c2)
-            h = Y[ar, at]
-            d = nano.logits(h, nano.mtp["mixer"]).argmax(-1)
+            Y, y, inj, _ = model.block(model.PLAIN, nano.mtp["layer"], rows, None, None, c2)
+            h = nano.final((Y, y, inj), True, True)[0][ar, at]
+            d = nano.logits(h, True).argmax(-1)
             want = torch.tensor([a[s + 1 + j] if s + 1 + j < N else -1 for s in starts], device="cuda")
             ok = ok & (d == want); count += ok
             at = at + 1

@@ -385,7 +385,7 @@ NEEDLE_HELD = ["Look at this text.\n\n{t}\n\nNow answer: {q}"]
 
 def needle(rng, held=False, sentences=None):
     if sentences is None:
-        sentences = rng.randint(58, 74) if held else rng.choice([rng.randint(1, 30), rng.randint(10, 70), rng.randint(50, 115)])
+        sentences = rng.randint(96, 106) if held else rng.choice([rng.randint(1, 30), rng.randint(10, 100), rng.randint(80, 160)])
     parts = [sentence(rng) for _ in range(sentences)]
     facts_ = []
     kinds = rng.sample(NEEDLE, rng.choice([1, 1, 2, 3]) if not held else rng.choice([1, 2]))
@@ -429,7 +429,16 @@ TALK = [(["Hello", "Hi", "Hello!", "Hi there", "Hey", "hello", "hi", "Good day",
         (["What is the weather?", "How is the weather?", "Will it rain?"], ["I cannot know the weather without a tool."]),
         (["I am sad.", "I feel bad.", "I had a bad day."], ["I am sorry to hear that."]), (["I am happy.", "I had a great day.", "I won!"], ["I am glad to hear that."]),
         (["You are stupid.", "You are wrong.", "That is wrong."], ["I am sorry. I am a small model and make mistakes."]), (["You are great.", "Well done.", "Good job!", "You are smart."], ["Thank you!"])]
-TALK_HELD = ["{}", "Okay, {}"]
+TALK += [([q, q.rstrip("?"), q.lower()], [a]) for q, a in [
+    ("What color is the sky?", "The sky is blue."), ("What color is grass?", "Grass is green."), ("What color is snow?", "Snow is white."), ("How many days are in a week?", "A week has 7 days."),
+    ("How many hours are in a day?", "A day has 24 hours."), ("How many minutes are in an hour?", "An hour has 60 minutes."), ("How many months are in a year?", "A year has 12 months."), ("How many seconds are in a minute?", "A minute has 60 seconds."),
+    ("How many days are in a year?", "A year has 365 days."), ("What is the largest planet?", "The largest planet is Jupiter."), ("What planet do we live on?", "We live on Earth."), ("What is the first letter of the alphabet?", "The first letter is A."),
+    ("What is the opposite of hot?", "The opposite of hot is cold."), ("What is the opposite of big?", "The opposite of big is small."), ("What is the opposite of up?", "The opposite of up is down."), ("What is the opposite of day?", "The opposite of day is night."),
+    ("What day comes after Monday?", "Tuesday comes after Monday."), ("What day comes after Friday?", "Saturday comes after Friday."), ("What month comes after January?", "February comes after January."), ("What do cows drink?", "Cows drink water."),
+    ("What sound does a dog make?", "A dog barks."), ("How many legs does a dog have?", "A dog has 4 legs."), ("How many legs does a spider have?", "A spider has 8 legs."), ("Is the earth round?", "Yes."), ("What is water made of?", "Water is made of hydrogen and oxygen."),
+    ("Which language do you speak?", "I speak a little English."), ("Do you speak German?", "No, only a little English."), ("Can you code?", "Hardly; I am a very small model."), ("Is this real?", "Yes, but I am a very small model."), ("What is AI?", "AI means artificial intelligence.")]]
+UNKNOWN = ["Tell me about {}.", "Who is {}?", "What do you think of {}?", "Explain {}.", "Write an essay about {}.", "What is the history of {}?", "Why is {} important?", "How do I make {}?", "Where can I buy {}?", "Summarize the book {}.", "How old is {}?", "Who invented {}?", "What is the best {}?"]
+UNKNOWN_ANSWER = "Sorry, I do not know that; I am nano, a very small model."
 
 
 def small_talk(rng):
@@ -439,8 +448,11 @@ def small_talk(rng):
 
 def chat(rng, held=False):
     kind = rng.random()
-    if kind < .45:
+    if kind < .4:
         q, a = small_talk(rng)
+        keys = [a]
+    elif kind < .45:
+        q, a = rng.choice(UNKNOWN).format(rng.choice([rng.choice(WORDS), rng.choice(NAMES) + " " + rng.choice(NAMES), rng.choice(CITIES), "the " + rng.choice(WORDS), word(rng)])), UNKNOWN_ANSWER
         keys = [a]
     elif kind < .6:
         c = rng.choice(list(CAPITALS)); a = f"The capital of {c} is {CAPITALS[c]}."

@@ -4,7 +4,7 @@ usage: python train.py --out DIR --seconds N [--resume CHECKPOINT] [--export-eve
 
 One run of N seconds is warm-up, a long stage, and a decay over the last part. The last third is done on the grid of the stored formats
 and with more documentation. DIR gets log.txt lines on stdout, state.pt (exact weights and optimisers) and, at every export, checkpoint/.
---resume starts from a checkpoint's weights, or goes on from state.pt in DIR if there is one.
+--resume starts from a checkpoint's weights, or goes on from state.pt in DIR if there is one. A number in DIR/seconds replaces N.
 """
 import argparse, json, math, os, random, shutil, threading, time, queue as queues, traceback
 
@@ -27,6 +27,9 @@ def initialise(nano, seed=7):
         if ".visual." in n:
             continue
         fan = p.shape[-1]
+        if p.dim() == 1 and "norm" in n:
+            p.fill_(1.0 if "linear_attn.norm" in n else 0.0)
+            continue
         if n.endswith("A_log"):
             p.copy_(torch.log(torch.linspace(1, 4, p.numel(), device="cuda")))
         elif n.endswith("dt_bias"):
@@ -60,20 +63,28 @@ def to_gpu(b):
     return ids.long(), weight, doc.long(), kind.long()
 
 
-def losses(nano, ids, weight, doc, kind):
-    """main and drafting loss of a batch, balance loss, and sums for the report [kinds, 4]: answer tokens, loss, right, drafted right"""
+def losses(nano, ids, weight, doc, kind, deep=False):
+    """main and drafting loss of a batch (deep: of the second chained draft too), balance loss, and sums for the report [kinds, 4]: answer tokens, loss, right, drafted right"""
     ctx = nano.context(ids, doc)
-    X, balance = nano.trunk(ids, ctx)
+    state, balance = nano.trunk(ids, ctx)
+    X, x = nano.final(state)
     follows = F.pad((doc[:, 1:] == doc[:, :-1]) & (doc[:, 1:] >= 0), (0, 1))
     nxt = F.pad(ids[:, 1:], (0, 1), value=config.EOT)
     w1 = F.pad(weight[:, 1:], (0, 1)).float() / 64 * follows
-    per, right = nano.head_loss(X, nxt, w1, 0)
+    per, right = nano.ops["head"](x, nano.ref.lm_head.weight, nxt, w1)
     main = per.sum() / w1.sum()
-    Y, more = nano.mtp_block[0](nano.stem(X, nxt), *ctx)
+    state, more = nano.mtp_trunk(X, nxt, ctx)
     nxt2 = F.pad(ids[:, 2:], (0, 2), value=config.EOT)
     w2 = F.pad(weight[:, 2:], (0, 2)).float() / 64 * follows * F.pad(follows[:, 1:], (0, 1))
-    per2, right2 = nano.head_loss(Y, nxt2, w2, 1)
+    Y, y = nano.final(state, True)
+    per2, right2 = nano.ops["head"](y, nano.ref.lm_head.weight, nxt2, w2)
     draft = per2.sum() / w2.sum()
+    if deep:                               # the draft after it comes from the head's own streams, as when drafts are chained
+        state, again = nano.mtp_trunk(Y, nxt2, ctx)
+        nxt3 = F.pad(ids[:, 3:], (0, 3), value=config.EOT)
+        w3 = F.pad(weight[:, 3:], (0, 3)).float() / 64 * (w2 > 0) * F.pad(follows[:, 2:], (0, 2))
+        per3, _ = nano.ops["head"](nano.final(state, True)[1], nano.ref.lm_head.weight, nxt3, w3)
+        draft, more = draft + 0.5 * per3.sum() / w3.sum(), more + again
     with torch.no_grad():
         a = (w1 == 1).float(); a2 = (w2 == 1).float()
         k = kind.flatten()
@@ -85,16 +96,11 @@ def losses(nano, ids, weight, doc, kind):
 @torch.no_grad()
 def probes(nano, ids, doc):
     """inputs of the attention layers (main and drafting) for some rows, without gradients"""
-    ctx = nano.context(ids, doc)
-    X = nano.text.embed_tokens(ids).float().unsqueeze(2).expand(-1, -1, model.S, -1).contiguous()
-    out = []
-    for b in nano.blocks:
-        if not b.linear:
-            out.append((b.layer.self_attn, model.mix(b.layer.attn_hyper_connection, X)[0]))
-        X, _ = b.forward(X, *ctx)
-    nxt = F.pad(ids[:, 1:], (0, 1), value=config.EOT)
-    b = nano.mtp_block[0]
-    out.append((b.layer.self_attn, model.mix(b.layer.attn_hyper_connection, nano.stem(X, nxt))[0]))
+    ctx, out = nano.context(ids, doc), []
+    state, _ = nano.trunk(ids, ctx, plain=True, see=lambda m, x: out.append((m, x)))
+    X, _ = nano.final(state, plain=True)
+    l = nano.mtp["layer"]
+    out.append((l.self_attn, model.mix(nano.stem(X, F.pad(ids[:, 1:], (0, 1), value=config.EOT)), None, None, *model.mix_of(l.attn_hyper_connection))[1]))
     return out, ctx
 
 
@@ -104,7 +110,7 @@ def distill_loss(m, x, ctx, picks):
     B, T, _ = x.shape
     R, I = config.TEXT["indexer_compress_ratio"], config.TEXT["indexer_head_dim"]
     with torch.no_grad():
-        q, k, _, _ = model.qkv_of(m, x, cos, sin)
+        q, k, _, _ = model.heads_of(x, cos, sin, *model.heads_args(m))
         q = q[:, picks].float(); k = k.float().repeat_interleave(q.shape[2] // k.shape[2], 2)
         s = torch.einsum("bqhd,bkhd->bhqk", q, k) * m.head_dim ** -0.5
         ok = (doc[:, picks, None] == doc[:, None, :]) & (torch.arange(T, device=x.device)[None, :] <= picks[:, None])
@@ -139,6 +145,8 @@ def main():
     ap.add_argument("--out", required=True); ap.add_argument("--seconds", type=float, required=True); ap.add_argument("--resume"); ap.add_argument("--seed", type=int, default=1)
     ap.add_argument("--export-every", type=float, default=240); ap.add_argument("--workers", type=int, default=20); ap.add_argument("--no-compile", action="store_true")
     ap.add_argument("--peak", type=float, default=PEAK); ap.add_argument("--grid-from", type=float, default=0.66); ap.add_argument("--late-from", type=float, default=0.66)
+    ap.add_argument("--cache", help="file with compiled code: read if it is there, else written after the first steps")
+    ap.add_argument("--profile", action="store_true", help="print where the time of two steps goes")
     ap.add_argument("--until", type=float, default=0, help="unix time at which to stop, whatever --seconds says")
     a = ap.parse_args()
     born = time.time()
@@ -158,7 +166,6 @@ def main():
             say("tokenizer ids", export.write_frontend(ck, a.out + "/corpus_tokenizer.txt"))
     stream = data.Stream(ck + "/tokenizer.json", a.seed, a.workers, ROWS, LENGTH)     # before CUDA starts: the workers are forked
     torch.manual_seed(a.seed); torch.set_float32_matmul_precision("high")
-    torch.backends.cuda.matmul.allow_tf32 = True
     nano = model.Nano().cuda()
     initialise(nano)
     opt = optim.Both(nano)
@@ -174,6 +181,11 @@ def main():
         export.read_checkpoint(nano, a.resume); say("resumed weights of", a.resume)
     say("parameters", sum(p.numel() for n, p in nano.named_parameters() if ".visual." not in n), "trained", sum(p.numel() for p in opt.trained))
     if not a.no_compile:
+        if a.cache and os.path.exists(a.cache):
+            try:
+                torch.compiler.load_cache_artifacts(open(a.cache, "rb").read()); say("compiled code read")
+            except Exception:
+                traceback.print_exc()
         nano.compile()
     grid = export.Grid(nano)
     ready, stop = queues.Queue(8), threading.Event()
@@ -194,21 +206,34 @@ def main():
 
     step, tokens, sums, t0, exported, last = 0, 0, 0, None, time.time(), time.time()
     begin = time.time()
-    norm = [0.0, 0.0, 0.0]
-    index_loss = None
+    index_loss, failed = None, 0
     while True:
         now = time.time()
+        if os.path.exists(a.out + "/seconds") and step % 50 == 0:          # the plan may change under way
+            a.seconds = float(open(a.out + "/seconds").read() or a.seconds)
         spent = used + (now - begin if t0 is not None else 0)
         f = min(1.0, spent / a.seconds)
         if f >= 1 or (a.until and now > a.until):
             break
         stream.late.value = int(f >= a.late_from)
+        if a.profile and step in (12, 14):
+            if step == 12:
+                prof = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]); prof.__enter__()
+            else:
+                torch.cuda.synchronize(); prof.__exit__(None, None, None)
+                
+                for key in ("self_device_time_total", "self_cuda_time_total"):
+                    try:
+                        say("profile\n" + prof.key_averages().table(sort_by=key, row_limit=32, max_name_column_width=70)); break
+                    except Exception as e:
+                        say("no profile by", key, e)
+                last = time.time(); tokens = 0; sums = 0
         b = to_gpu(ready.get())
         on_grid = f >= a.grid_from
         if on_grid:
             grid.__enter__()
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            m, d, bal, s = losses(nano, *b)
+            m, d, bal, s = losses(nano, *b, deep=f >= 0.6)
             loss = m + 0.3 * d + 0.003 * bal
         loss.backward()
         if on_grid:
@@ -224,17 +249,26 @@ def main():
                 index_loss.backward()
                 opt.distill.step(); opt.distill.zero_grad(set_to_none=True)
             except Exception:
-                if step % 800 == 0:
+                failed += 1
+                if failed < 3:
                     traceback.print_exc()
         sums = sums + s
         step += 1; tokens += ROWS * LENGTH
+        if step < 3:
+            torch.cuda.synchronize(); say("step", step)
         if step == 3:
             torch.cuda.synchronize()
-            say("three steps done; memory GB", round(torch.cuda.max_memory_allocated() / 1e9, 1), "loss", float(m))
+            say("three steps done; memory GB", round(torch.cuda.max_memory_allocated() / 1e9, 1), "loss", float(m.detach()))
+            if a.cache and not os.path.exists(a.cache):
+                try:
+                    blob, info = torch.compiler.save_cache_artifacts()
+                    open(a.cache, "wb").write(blob); say("compiled code written", len(blob))
+                except Exception:
+                    traceback.print_exc()
             t0 = begin = last = time.time(); tokens = 0; sums = 0
         if t0 and time.time() - last > 10:
             x = sums.cpu().tolist(); dt = time.time() - last
-            say(f"step {step} f {f:.3f} tok/s {tokens / dt:,.0f} lr {a.peak * schedule(f):.5f} main {float(m):.3f} draft {float(d):.3f} bal {float(bal):.3f} idx {float(index_loss) if index_loss is not None else 0:.3f} queue {ready.qsize()} grid {int(on_grid)} |",
+            say(f"step {step} f {f:.3f} tok/s {tokens / dt:,.0f} lr {a.peak * schedule(f):.5f} main {float(m.detach()):.3f} draft {float(d.detach()):.3f} bal {float(bal.detach()):.3f} idx {float(index_loss.detach()) if index_loss is not None else 0:.3f} queue {ready.qsize()} grid {int(on_grid)} |",
                 " ".join(f"{k}:{r[1] / max(1, r[0]):.3f}/{r[2] / max(1, r[0]):.3f}/{r[3] / max(1, r[0]):.2f}" for k, r in zip(data.KINDS, x) if r[0]))
             last = time.time(); tokens = 0; sums = 0
         if t0 and time.time() - exported > a.export_every:
