@@ -22,7 +22,7 @@ func (f *modelFlags) open(e *environment, m *model.Model, lanes int) (backend.De
 		chunk := min(f.chunk(), gpuChunk)
 		d, err := device.Open(device.Options{
 			States: m.States, Lanes: lanes, Tokens: f.MaxContext, Verify: f.round(), Carry: chunk + f.round(), Ordinal: f.ordinal(), NoGraph: f.NoCUDAGraph,
-			Made: f.made,
+			Made: f.made, Reserve: uint64(f.reserve),
 		})
 		if err == nil {
 			if err := f.gpuStores(); err != nil {

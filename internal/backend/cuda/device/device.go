@@ -36,9 +36,10 @@ type Options struct {
 	Verify int
 	Carry  int
 
-	Ordinal int  // which GPU
-	Plain   bool // use the plain kernels only: slower, and the same bits whatever the rows of a pass
-	NoGraph bool // launch every kernel by itself instead of replaying captured steps
+	Ordinal int    // which GPU
+	Plain   bool   // use the plain kernels only: slower, and the same bits whatever the rows of a pass
+	Reserve uint64 // bytes of GPU memory that stay free for other programs, now and later
+	NoGraph bool   // launch every kernel by itself instead of replaying captured steps
 	// Code is where compiled kernels come from; nil is what was built in.
 	Code  fs.FS
 	Tuned fs.FS // the same of the tuned kernels
@@ -154,6 +155,7 @@ func (d *Device) alloc(c *driver.Context, what string, bytes uint64) (driver.Ptr
 }
 
 func (d *Device) reserve(c *driver.Context) (err error) {
+	c.Reserve = d.opt.Reserve
 	if d.opt.Code != nil {
 		d.set, err = kernels.LoadFrom(c, d.opt.Code)
 	} else {

@@ -10,6 +10,8 @@ import (
 // Context is a GPU's primary context on the owner's thread.
 type Context struct {
 	Device Device
+	// Reserve is how many bytes Alloc leaves free on the device, whoever uses the rest.
+	Reserve uint64
 
 	d     *Driver
 	dev   int32
@@ -198,6 +200,15 @@ func (c *Context) MemInfo() (free, total uint64, err error) {
 
 // Alloc reserves device memory; what names its use in the error.
 func (c *Context) Alloc(what string, bytes uint64) (Ptr, error) {
+	if c.Reserve > 0 {
+		free, total, err := c.MemInfo()
+		if err != nil {
+			return 0, err
+		}
+		if free < c.Reserve || free-c.Reserve < bytes {
+			return 0, &MemoryError{What: what, Need: bytes, Free: free, Total: total, Reserve: c.Reserve}
+		}
+	}
 	o := &c.arena.out
 	c.arena.args[0], c.arena.args[1] = dynlib.Address(&o[0]), uintptr(max(bytes, 16))
 	if r := Result(c.d.ld.Call(c.d.fn[fMemAlloc], c.arena.args[:2])); r == ErrorOutOfMemory {

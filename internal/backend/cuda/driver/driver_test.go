@@ -132,6 +132,31 @@ func TestOutOfMemory(t *testing.T) {
 	}
 }
 
+// What is promised to others stays free: a whole allocation fits or fails, to the byte, whoever took the rest.
+func TestReserve(t *testing.T) {
+	f := working(13000)
+	free := uint64(3 << 30)
+	f.funcs["cuMemGetInfo_v2"] = func(a []uintptr) Result { put(a[0], free); put(a[1], uint64(140<<30)); return Success }
+	err := start(t, f).Do(func(c *Context) error {
+		c.Reserve = 2 << 30
+		if _, err := c.Alloc("weights", 1<<30); err != nil {
+			return err
+		}
+		var e *MemoryError
+		if _, err := c.Alloc("weights", 1<<30+1); !errors.As(err, &e) || e.Reserve != 2<<30 || !strings.HasSuffix(err.Error(), "3072.0 MiB of 140.0 GiB are free and 2048.0 MiB of them are to stay so") {
+			t.Errorf("a byte more: %v", err)
+		}
+		free = 1 << 30 // another program
+		if _, err := c.Alloc("control", 16); !errors.As(err, &e) {
+			t.Errorf("with less free than promised: %v", err)
+		}
+		return nil
+	})
+	if err != nil {
+		t.Error(err)
+	}
+}
+
 func TestFailedCall(t *testing.T) {
 	f := working(13000)
 	f.funcs["cuStreamSynchronize"] = func([]uintptr) Result { return 719 }

@@ -62,10 +62,15 @@ type MemoryError struct {
 	What        string // what it was for
 	Need        uint64 // bytes asked for
 	Free, Total uint64 // bytes on the device at that moment
+	Reserve     uint64 // of the free ones, promised to others
 }
 
 func (e *MemoryError) Error() string {
-	return fmt.Sprintf("cuda: out of GPU memory: %s needs %s, %s of %s are free", e.What, size(e.Need), size(e.Free), size(e.Total))
+	text := fmt.Sprintf("cuda: out of GPU memory: %s needs %s, %s of %s are free", e.What, size(e.Need), size(e.Free), size(e.Total))
+	if e.Reserve > 0 {
+		text += fmt.Sprintf(" and %s of them are to stay so", size(e.Reserve))
+	}
+	return text
 }
 
 func size(n uint64) string {
