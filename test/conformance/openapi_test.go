@@ -52,6 +52,7 @@ func TestDescription(t *testing.T) {
 		t.Fatal(err)
 	}
 	said := map[string]bool{}
+	const message = `{"model":"m","max_tokens":5,"messages":[{"role":"user","content":"Q"}]`
 	const ask = `{"messages":[{"role":"user","content":"Q"}],"max_tokens":5`
 	for _, c := range []struct {
 		method, path, body string
@@ -78,6 +79,15 @@ func TestDescription(t *testing.T) {
 		{"POST", "/v1/chat/completions", `{"messages":[]}`, 400, true},
 		{"POST", "/v1/chat/completions", `{}`, 400, true},
 		{"POST", "/v1/chat/completions/render", ask + "}", 200, false},
+		{"POST", "/v1/messages", message + "}", 200, false},
+		{"POST", "/v1/messages", message + `,"stream":true,"thinking":{"type":"disabled"},"system":[{"type":"text","text":"S"}],"tools":[{"name":"f","input_schema":{}}],"tool_choice":{"type":"auto"}}`, 200, false},
+		{"POST", "/v1/messages", `{"model":"m","max_tokens":3,"messages":[{"role":"user","content":[{"type":"tool_result","tool_use_id":"a","content":"one"}]}]}`, 200, false},
+		{"POST", "/v1/messages", message + `,"temperature":1.5}`, 400, true},
+		{"POST", "/v1/messages", message + `,"tool_choice":{"type":"any"}}`, 400, true},
+		{"POST", "/v1/messages", `{"model":"m","messages":[{"role":"user","content":[{"type":"document"}]}]}`, 400, true},
+		{"POST", "/v1/messages", `{"model":"m"}`, 400, true},
+		{"POST", "/v1/messages/count_tokens", message + "}", 200, false},
+		{"POST", "/v1/messages/count_tokens", `{"messages":[]}`, 400, true},
 		{"POST", "/v1/completions", `{"prompt":"abc","max_tokens":5}`, 200, false},
 		{"POST", "/v1/completions", `{"prompt":[5,6,7],"max_tokens":5,"stream":true}`, 200, false},
 		{"POST", "/v1/completions", `{"prompt":["abc"],"max_tokens":0}`, 200, false},
