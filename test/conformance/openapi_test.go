@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"io"
 	"net/http"
+	"regexp"
 	"strings"
 	"testing"
 
@@ -53,6 +54,9 @@ func TestDescription(t *testing.T) {
 	}
 	said := map[string]bool{}
 	const message = `{"model":"m","max_tokens":5,"messages":[{"role":"user","content":"Q"}]`
+	_, _, made := get("POST", "/v1/responses", `{"model":"qwen4_exp","input":"Q","max_output_tokens":3}`)
+	response := "/v1/responses/" + regexp.MustCompile(`resp_[0-9a-f]{32}`).FindString(string(made))
+	const respond = `{"model":"qwen4_exp","max_output_tokens":5,"input":`
 	const ask = `{"messages":[{"role":"user","content":"Q"}],"max_tokens":5`
 	for _, c := range []struct {
 		method, path, body string
@@ -95,6 +99,22 @@ func TestDescription(t *testing.T) {
 		{"POST", "/v1/completions", `{"prompt":["abc","d"]}`, 400, true},
 		{"POST", "/v1/completions", `{"prompt":5}`, 400, true},
 		{"POST", "/v1/completions/render", `{"prompt":"abc"}`, 200, false},
+		{"POST", "/v1/responses", respond + `"Q"}`, 200, false},
+		{"POST", "/v1/responses", respond + `"Q","stream":true,"store":false,"include":["reasoning.encrypted_content"],"reasoning":{"summary":"auto"},"service_tier":"auto","truncation":"disabled"}`, 200, false},
+		{"POST", "/v1/responses", respond + `[{"role":"user","content":[{"type":"input_text","text":"Q"}]},{"type":"reasoning","summary":[],"content":[{"type":"reasoning_text","text":"r"}]},` +
+			`{"type":"function_call","call_id":"a","name":"f","arguments":"{}"},{"type":"function_call_output","call_id":"a","output":"o"}],"tools":[{"type":"namespace","name":"n","tools":[{"type":"function","name":"f"}]}],"metadata":{"a":"b"}}`, 200, false},
+		{"POST", "/v1/responses", respond + `"Q","background":true}`, 400, true},
+		{"POST", "/v1/responses", respond + `"Q","text":{"format":{"type":"json_object"}}}`, 400, true},
+		{"POST", "/v1/responses", respond + `[{"type":"web_search_call"}]}`, 400, true},
+		{"POST", "/v1/responses", `{"input":"Q"}`, 400, true},
+		{"POST", "/v1/responses/input_tokens", `{"input":"Q"}`, 200, false},
+		{"POST", "/v1/responses/compact", "", 400, false},
+		{"GET", response, "", 200, false},
+		{"GET", response + "/input_items?order=asc&limit=5", "", 200, false},
+		{"GET", response + "/input_items?limit=500", "", 400, true},
+		{"POST", response + "/cancel", "", 400, false},
+		{"DELETE", response, "", 200, false},
+		{"GET", response, "", 404, false},
 		{"POST", "/tokenize", `{"prompt":"abc","return_token_strs":true}`, 200, false},
 		{"POST", "/tokenize", `{"content":"é☃","with_pieces":true}`, 200, false},
 		{"POST", "/tokenize", `{"prompt":5}`, 400, true},
