@@ -35,28 +35,28 @@ func (g *Geometry) EncodeRows(dst RowBytes, src []byte) error {
 		copy(dst.Codes, src)
 		return nil
 	case FP32:
-		clear(dst.Codes)
-		for i := range len(src) / 2 {
-			copy(dst.Codes[4*i+2:], src[2*i:2*i+2])
-		}
+		widen(dst.Codes, src)
 		return nil
 	}
 	for i := range dst.N {
 		row := src[2*i*g.Cols:][:2*g.Cols]
-		if c := bf16NotFinite(row); c >= 0 {
-			return notFinite(dst.First+i, c, row)
-		}
 		switch g.Format {
 		case Q4G64, Q5G64, Q6G64, Q8G32:
 			codes := dst.Codes[i*int(g.Codes.Stride):][:g.Codes.Stride]
 			high := dst.High[i*int(g.High.Stride):][:g.High.Stride]
 			scales := dst.Scales[i*int(g.Scales.Stride):][:g.Scales.Stride]
 			if c := encodeGroupedRow(g.Format, codes, high, scales, row); c >= 0 {
+				if c := bf16NotFinite(row); c >= 0 {
+					return notFinite(dst.First+i, c, row)
+				}
 				return fmt.Errorf("row %d column %d: group needs a scale beyond binary16", dst.First+i, c)
 			}
 		case FP8RowBF16:
 			scale, ok := encodeFP8Row(dst.Codes[i*g.Cols:][:g.Cols], row)
 			if !ok {
+				if c := bf16NotFinite(row); c >= 0 {
+					return notFinite(dst.First+i, c, row)
+				}
 				return fmt.Errorf("row %d: values are so small that the reciprocal of their scale 0x%04x is not finite", dst.First+i, scale)
 			}
 			binary.LittleEndian.PutUint16(dst.Scales[2*i:], scale)
@@ -92,9 +92,13 @@ func bf16NotFinite(src []byte) int {
 	return -1
 }
 
-// bf16MaxAbs is the largest magnitude of finite BF16 words: their order is
-// that of their bits without the sign.
-func bf16MaxAbs(src []byte) float32 {
+// bf16Infinity and all words above it are not finite.
+const bf16Infinity = 0x7f80
+
+// bf16MaxAbs is the word of the largest magnitude of BF16 words: their order is
+// that of their bits without the sign. It is at least bf16Infinity if a word is
+// not finite.
+func bf16MaxAbs(src []byte) uint16 {
 	var a, b uint64
 	for ; len(src) >= 16; src = src[16:] {
 		a = lanesMax(a, binary.LittleEndian.Uint64(src)&^lanesHigh)
@@ -106,12 +110,24 @@ func bf16MaxAbs(src []byte) float32 {
 	for i := range len(src) / 2 {
 		m = max(m, binary.LittleEndian.Uint16(src[2*i:])&0x7fff)
 	}
-	return FromBF16(m)
+	return m
+}
+
+// widen writes BF16 words as the binary32 words of the same values.
+func widen(dst, src []byte) {
+	for ; len(src) >= 8; src, dst = src[8:], dst[16:] {
+		v := binary.LittleEndian.Uint64(src)
+		binary.LittleEndian.PutUint64(dst, v&0xffff<<16|v&0xffff0000<<32)
+		binary.LittleEndian.PutUint64(dst[8:], v>>32&0xffff<<16|v>>48<<48)
+	}
+	for ; len(src) > 0; src, dst = src[2:], dst[4:] {
+		binary.LittleEndian.PutUint32(dst, uint32(binary.LittleEndian.Uint16(src))<<16)
+	}
 }
 
 // encodeGroupedRow is the grouped absmax encoder of specification 2.3 for one
-// row of finite values. It returns the first column of a group whose scale
-// overflows, else -1.
+// row. It returns the first column of a group whose scale overflows or that has
+// a value that is not finite, else -1.
 func encodeGroupedRow(f Format, codes, high, scales, src []byte) int {
 	var lanes [64]int8
 	group := f.Group()
@@ -122,54 +138,99 @@ func encodeGroupedRow(f Format, codes, high, scales, src []byte) int {
 		qmin = -qmax
 	}
 	for g := range len(scales) / 2 {
-		clear(lanes[:])
 		first := 2 * g * group
 		part := src[min(first, len(src)):min(first+2*group, len(src))]
-		amax := bf16MaxAbs(part)
+		base, high := codes[32*g:][:32], high[hb*g:][:hb]
+		word := bf16MaxAbs(part)
+		if word >= bf16Infinity {
+			return g * group
+		}
+		amax := FromBF16(word)
 		scale := uint16(0)
 		if amax > 0 {
 			scale = max(ToF16(float32(float64(amax)/float64(qmax))), 1)
 			if scale >= 0x7c00 {
 				return g * group
 			}
-			inv := float32(1 / float64(FromF16(scale)))
-			to := lanes[:len(part)/2]
-			for ; len(part) >= 8 && len(to) >= 4; part, to = part[8:], to[4:] {
-				v := binary.LittleEndian.Uint64(part)
-				to[0] = roundCode(FromBF16(uint16(v))*inv, qmin, qmax)
-				to[1] = roundCode(FromBF16(uint16(v>>16))*inv, qmin, qmax)
-				to[2] = roundCode(FromBF16(uint16(v>>32))*inv, qmin, qmax)
-				to[3] = roundCode(FromBF16(uint16(v>>48))*inv, qmin, qmax)
-			}
-			for i := range to {
-				to[i] = roundCode(bf16At(part, i)*inv, qmin, qmax)
-			}
 		}
 		binary.LittleEndian.PutUint16(scales[2*g:], scale)
-		packGroup(f, lanes[:group], codes[32*g:][:32], high[hb*g:][:hb])
+		inv := float32(1 / float64(FromF16(scale)))
+		if scale >= 0x0400 && len(part) == 2*group {
+			roundGroup(f, base, high, part, inv)
+			continue
+		}
+		clear(lanes[:])
+		if scale > 0 {
+			for i := range lanes[:len(part)/2] {
+				lanes[i] = roundCode(bf16At(part, i)*inv, qmin, qmax)
+			}
+		}
+		packGroup(f, lanes[:group], base, high)
 	}
 	return -1
 }
 
+// integers is where they are the spacing of binary32: adding it rounds to the
+// nearest, ties to even, and leaves the integer in the low bits.
+const integers = 0x1.8p23
+
+// roundGroup rounds and packs a whole group. Its scale is not subnormal, so that
+// no product is further than 2^-10 outside the codes' range, and rounding
+// brings it back inside.
+func roundGroup(f Format, base, high, src []byte, inv float32) {
+	for i := 0; i < len(src)/16; i++ {
+		a, b := binary.LittleEndian.Uint64(src[16*i:]), binary.LittleEndian.Uint64(src[16*i+8:])
+		w := uint64(fourCodes(a, inv)) | uint64(fourCodes(b, inv))<<32
+		if f == Q8G32 {
+			binary.LittleEndian.PutUint64(base[8*i:], w)
+			continue
+		}
+		x := w & 0x0f0f0f0f0f0f0f0f
+		x = (x | x>>4) & 0x00ff00ff00ff00ff
+		x = (x | x>>8) & 0x0000ffff0000ffff
+		binary.LittleEndian.PutUint32(base[4*i:], uint32(x|x>>16))
+		switch f {
+		case Q5G64:
+			high[i] = byte(w >> 4 & 0x0101010101010101 * 0x0102040810204080 >> 56)
+		case Q6G64:
+			x := w >> 4 & 0x0303030303030303
+			x = (x | x>>6) & 0x000f000f000f000f
+			x = (x | x>>12) & 0x000000ff000000ff
+			binary.LittleEndian.PutUint16(high[2*i:], uint16(x|x>>24))
+		}
+	}
+}
+
+// fourCodes rounds four BF16 values to the bytes of their codes.
+func fourCodes(v uint64, inv float32) uint32 {
+	lo, hi := uint32(v), uint32(v>>32)
+	return math.Float32bits(float32(math.Float32frombits(lo<<16)*inv)+integers)&0xff |
+		math.Float32bits(float32(math.Float32frombits(lo&0xffff0000)*inv)+integers)&0xff<<8 |
+		math.Float32bits(float32(math.Float32frombits(hi<<16)*inv)+integers)&0xff<<16 |
+		math.Float32bits(float32(math.Float32frombits(hi&0xffff0000)*inv)+integers)<<24
+}
+
 // roundCode is the integer nearest to y, ties to even, inside the limits. |y| is
-// at most twice qmax, however coarse a subnormal scale is, so that adding
-// 1.5*2^23, where integers are the spacing of binary32, rounds it.
+// at most twice qmax, however coarse a subnormal scale is.
 func roundCode(y float32, qmin, qmax int32) int8 {
-	const integers = 0x1.8p23
 	n := int32(math.Float32bits(float32(y)+integers)) - 0x4b400000
 	return int8(max(qmin, min(qmax, n)))
 }
 
-// encodeFP8Row is the row encoder of specification 2.5 for one row of finite
-// values; it returns the scale word, and false where its reciprocal overflows
-// (then no product would be finite). The scale is the nearest BF16 word and may
+// encodeFP8Row is the row encoder of specification 2.5 for one row; it returns
+// the scale word, and false where its reciprocal overflows (then no product
+// would be finite) and where a value is not finite. The scale is the nearest BF16 word and may
 // be too small, so that the largest values saturate: that is intended.
 func encodeFP8Row(codes, src []byte) (uint16, bool) {
-	amax := bf16MaxAbs(src)
-	if amax == 0 {
+	word := bf16MaxAbs(src)
+	if word >= bf16Infinity {
+		return 0, false
+	}
+	if word == 0 {
 		clear(codes)
 		return 0, true
 	}
+	amax := FromBF16(word)
 	scale := max(ToBF16(float32(float64(amax)/MaxE4M3)), 1)
 	q := float32(1 / float64(FromBF16(scale)))
 	if !positive(q) {
@@ -185,7 +246,15 @@ func encodeFP8Row(codes, src []byte) (uint16, bool) {
 	}
 	table := fp8Rows()[scale&0x7f]
 	base := (exponent + fp8RowFirst) << 7
-	for i := range codes {
+	n := len(codes) &^ 3
+	for i := 0; i < n; i += 4 {
+		v := binary.LittleEndian.Uint64(src[2*i:])
+		a, b, c, d := table[max(int(v&0x7fff)-base, 0)], table[max(int(v>>16&0x7fff)-base, 0)], table[max(int(v>>32&0x7fff)-base, 0)], table[max(int(v>>48&0x7fff)-base, 0)]
+		x := v & lanesHigh >> 8
+		x = (x | x>>8)
+		binary.LittleEndian.PutUint32(codes[i:], uint32(a)|uint32(b)<<8|uint32(c)<<16|uint32(d)<<24|uint32(x&0xffff|x>>16&0xffff0000))
+	}
+	for i := n; i < len(codes); i++ {
 		w := binary.LittleEndian.Uint16(src[2*i:])
 		codes[i] = table[max(int(w&0x7fff)-base, 0)] | byte(w>>8)&0x80
 	}

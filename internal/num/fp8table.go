@@ -10,10 +10,12 @@ import (
 // first of the two passes over a table. It fails on a value that is not
 // finite, naming its index.
 func MaxAbsBF16(src []byte) (float32, error) {
-	if i := bf16NotFinite(src); i >= 0 {
+	word := bf16MaxAbs(src)
+	if word >= bf16Infinity {
+		i := bf16NotFinite(src)
 		return 0, fmt.Errorf("value %d: source value %v is not finite", i, bf16At(src, i))
 	}
-	return bf16MaxAbs(src), nil
+	return FromBF16(word), nil
 }
 
 // FP8TableMultiplier is the BF16 word of the multiplier of an FP8 table whose

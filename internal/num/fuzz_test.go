@@ -263,7 +263,7 @@ func FuzzEncodeNVFP4(f *testing.F) {
 			tensor.DecodeRow(row, r)
 			for i, v := range row {
 				x := float64(bf16At(src, r*k+i))
-				group := float64(bf16MaxAbs(src[2*(r*k+i/16*16):][:32]))
+				group := float64(FromBF16(bf16MaxAbs(src[2*(r*k+i/16*16):][:32])))
 				// Half of the widest step (2 of 6), plus the rounding of the scale:
 				// 2^-4 of it, or half the smallest scale.
 				bound := group*(1./6+0x1p-4)*(1+0x1p-20) + 6*0x1p-10/float64(d)*(1+0x1p-20)

@@ -41,10 +41,12 @@ func EncodeNVFP4(p Profile, n, k int, src, codes, scales []byte) (float32, error
 	if n%128 != 0 || k%64 != 0 || len(src) != 2*n*k || len(codes) != n*k/2 || len(scales) != n*k/16 {
 		panic(fmt.Sprintf("num: nvfp4 [%d,%d] from %d bytes to %d and %d", n, k, len(src), len(codes), len(scales)))
 	}
-	if i := bf16NotFinite(src); i >= 0 {
+	word := bf16MaxAbs(src)
+	if word >= bf16Infinity {
+		i := bf16NotFinite(src)
 		return 0, notFinite(i/k, i%k, src[2*(i-i%k):])
 	}
-	amax := bf16MaxAbs(src)
+	amax := FromBF16(word)
 	if amax == 0 {
 		if p == ProfileB {
 			return 0, fmt.Errorf("all values are zero")
@@ -113,8 +115,10 @@ func (e *nvfp4Encoder) encode(out, src []byte, word byte) {
 	for i := range 4 {
 		v := binary.LittleEndian.Uint64(src[8*i:])
 		m := v | lanesHigh // the guard bit keeps borrows inside their lanes
-		n := (m-b0)&lanesHigh>>15 + (m-b1)&lanesHigh>>15 + (m-b2)&lanesHigh>>15 + (m-b3)&lanesHigh>>15 +
-			(m-b4)&lanesHigh>>15 + (m-b5)&lanesHigh>>15 + (m-b6)&lanesHigh>>15
+		// Whether each beginning is reached, in the high bits. Who reached one has reached those before it, so that the bits of the
+		// count are differences.
+		t1, t3, t5 := m-b1, m-b3, m-b5
+		n := t3&lanesHigh>>13 | (t1^t3^t5)&lanesHigh>>14 | ((m-b0)^t1^(m-b2)^t3^(m-b4)^t5^(m-b6))&lanesHigh>>15
 		sign := v & lanesHigh
 		if e.profile == ProfileB { // negative zero has none there
 			sign &= v&^lanesHigh + ^uint64(lanesHigh)

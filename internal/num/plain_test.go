@@ -150,7 +150,7 @@ func TestEncodersArePlain(t *testing.T) {
 		for i := range n {
 			want = max(want, float32(math.Abs(float64(bf16At(src, i)))))
 		}
-		if got := bf16MaxAbs(src); got != want {
+		if got := FromBF16(bf16MaxAbs(src)); got != want {
 			t.Errorf("largest of %d is %v, want %v", n, got, want)
 		}
 		for i := range n {
