@@ -1,9 +1,11 @@
 package server_test
 
 import (
+	"encoding/json/jsontext"
 	"encoding/json/v2"
 	"fmt"
 	"math/rand/v2"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -244,5 +246,48 @@ func TestMessagesCount(t *testing.T) {
 	}
 	if len(lengths) < 300 || seen["refused"] > 100 {
 		t.Errorf("%d lengths, %d refused", len(lengths), seen["refused"])
+	}
+}
+
+// The requests of Claude Code, as test/conformance records them: all its tools are shown in their order, its note on billing is not, and the
+// count is right.
+func TestMessagesClaudeCode(t *testing.T) {
+	files, err := filepath.Glob("testdata/agents/claude-code*.json")
+	if err != nil || len(files) < 6 {
+		t.Fatalf("%d requests, %v", len(files), err)
+	}
+	gen := &script{text: "x"}
+	s := start(t, setup{gen: gen, template: everything, front: front.Options{Context: 1 << 17}})
+	for _, file := range files {
+		var sent struct {
+			Path string         `json:"path"`
+			Body jsontext.Value `json:"body"`
+		}
+		if err := json.Unmarshal(read(t, file), &sent); err != nil {
+			t.Fatal(err)
+		}
+		var body struct {
+			System []struct{ Text string } `json:"system"`
+			Tools  []struct{ Name string } `json:"tools"`
+		}
+		if err := json.Unmarshal(sent.Body, &body, json.MatchCaseInsensitiveNames(true)); err != nil || len(body.Tools) < 10 || !strings.HasPrefix(body.System[0].Text, "x-anthropic-billing-header:") {
+			t.Fatalf("%s: %+v, %v", file, body, err)
+		}
+		a := send(t, "POST", s.url+sent.Path, string(sent.Body))
+		c := send(t, "POST", s.url+"/v1/messages/count_tokens?beta=true", string(sent.Body))
+		if want := fmt.Sprintf(`{"input_tokens":%d}`, len(gen.last().Prompt)); a.status != 200 || c.body != want || !strings.Contains(a.body, want[1:len(want)-1]+",") {
+			t.Errorf("%s: %d %s, count %s, want %s", file, a.status, a.body, c.body, want)
+		}
+		rest := tokenizer().Decode(gen.last().Prompt)
+		if strings.Contains(rest, "billing") || !strings.Contains(rest, "<|im_start|>system\n"+body.System[1].Text+body.System[2].Text+"<|im_end|>") {
+			t.Errorf("%s: prompt %s", file, rest)
+		}
+		for _, tool := range body.Tools {
+			_, after, ok := strings.Cut(rest, `"function": {"name": "`+tool.Name+`", `)
+			if !ok {
+				t.Fatalf("%s: no tool %s at its place", file, tool.Name)
+			}
+			rest = after
+		}
 	}
 }

@@ -47,7 +47,7 @@ var installAgents = sync.OnceValues(func() (string, error) {
 
 // agent is a run of one.
 type agent struct {
-	command      string
+	command      string // of the packages, or a path
 	args         []string
 	env          []string // beside a HOME and PATH
 	home, folder string   // where its settings are, and where it works
@@ -107,7 +107,11 @@ func (a *agent) run(t *testing.T, s *site, setup func(url string)) string {
 	setup(recorder.URL)
 	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute)
 	defer cancel()
-	cmd := exec.CommandContext(ctx, filepath.Join(bin, a.command), a.args...)
+	command := a.command
+	if !filepath.IsAbs(command) {
+		command = filepath.Join(bin, command)
+	}
+	cmd := exec.CommandContext(ctx, command, a.args...)
 	cmd.Dir, cmd.WaitDelay = a.folder, time.Second
 	cmd.Env = append([]string{"PATH=" + os.Getenv("PATH"), "HOME=" + a.home, "TERM=dumb"}, a.env...)
 	var stdout, stderr bytes.Buffer
@@ -205,6 +209,8 @@ func (c cleaner) value(in *json.Decoder, out *bytes.Buffer, member string) {
 		switch {
 		case strings.HasPrefix(member, "x-codex") || strings.HasSuffix(member, "_id") && member != "call_id" && member != "tool_call_id" && member != "tool_use_id":
 			v = "removed"
+		case strings.HasPrefix(v, "x-anthropic-billing-header:"):
+			v = fmt.Sprintf("x-anthropic-billing-header: [%d characters]", len(v))
 		case member == "description", long[member] && len(v) > 60:
 			v = fmt.Sprintf("[%d characters]", len(v))
 		default:
