@@ -143,7 +143,7 @@ def produce(path, seed, worker, rows, length, late, queue):
 class Stream:
     """batches from many processes, taken in turn, so that their order does not depend on timing"""
 
-    def __init__(self, path, seed, workers, rows, length, depth=6):
+    def __init__(self, path, seed, workers, rows, length, depth=3):
         ctx = mp.get_context("fork")
         self.late = ctx.Value("i", 0)
         self.queues = [ctx.Queue(depth) for _ in range(workers)]

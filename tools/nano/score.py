@@ -8,7 +8,7 @@ import config, data, judge, model
 
 GOLD = dict(
     chat_think=([dict(role="user", content="What does ninfer verify do?")], True),
-    chat_plain=([dict(role="system", content="Be brief."), dict(role="user", content="My name is Anna."), dict(role="assistant", content="Hello Anna! How can I help you?"), dict(role="user", content="Copy this: naïve 測試 x += 1")], False))
+    chat_plain=([dict(role="user", content="Copy this: naïve 測試")], False))
 
 
 def precise(f):

@@ -385,7 +385,7 @@ NEEDLE_HELD = ["Look at this text.\n\n{t}\n\nNow answer: {q}"]
 
 def needle(rng, held=False, sentences=None):
     if sentences is None:
-        sentences = rng.randint(96, 106) if held else rng.choice([rng.randint(1, 30), rng.randint(10, 100), rng.randint(80, 160)])
+        sentences = rng.randint(96, 106) if held else rng.choice([rng.randint(1, 30), rng.randint(10, 100), rng.randint(80, 185)])
     parts = [sentence(rng) for _ in range(sentences)]
     facts_ = []
     kinds = rng.sample(NEEDLE, rng.choice([1, 1, 2, 3]) if not held else rng.choice([1, 2]))

@@ -4,7 +4,8 @@ usage: python train.py --out DIR --seconds N [--resume CHECKPOINT] [--export-eve
 
 One run of N seconds is warm-up, a long stage, and a decay over the last part. The last third is done on the grid of the stored formats
 and with more documentation. DIR gets log.txt lines on stdout, state.pt (exact weights and optimisers) and, at every export, checkpoint/.
---resume starts from a checkpoint's weights, or goes on from state.pt in DIR if there is one. A number in DIR/seconds replaces N.
+--resume starts from a checkpoint's weights, or goes on from state.pt in DIR if there is one. A number in DIR/seconds replaces N; with a
+unix time in DIR/deadline the run ends then.
 """
 import argparse, json, math, os, random, shutil, threading, time, queue as queues, traceback
 
@@ -212,6 +213,8 @@ def main():
         if os.path.exists(a.out + "/seconds") and step % 50 == 0:          # the plan may change under way
             a.seconds = float(open(a.out + "/seconds").read() or a.seconds)
         spent = used + (now - begin if t0 is not None else 0)
+        if t0 and step % 20 == 0 and os.path.exists(a.out + "/deadline"):
+            a.seconds = spent + max(0.0, float(open(a.out + "/deadline").read() or 0) - now)
         f = min(1.0, spent / a.seconds)
         if f >= 1 or (a.until and now > a.until):
             break
@@ -221,7 +224,7 @@ def main():
                 prof = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]); prof.__enter__()
             else:
                 torch.cuda.synchronize(); prof.__exit__(None, None, None)
-                
+
                 for key in ("self_device_time_total", "self_cuda_time_total"):
                     try:
                         say("profile\n" + prof.key_averages().table(sort_by=key, row_limit=32, max_name_column_width=70)); break
@@ -283,6 +286,7 @@ def main():
     stop.set(); stream.stop()
     open(a.out + "/done", "w").write("1")
     say("done; steps", step)
+    os._exit(0)                                          # compilers' helpers may not want to end
 
 
 if __name__ == "__main__":
