@@ -3,10 +3,12 @@ package device
 import (
 	"errors"
 	"fmt"
+	"slices"
 
 	"ninfer/internal/backend"
 	"ninfer/internal/backend/cuda/device/kernels"
 	"ninfer/internal/backend/cuda/driver"
+	tuned "ninfer/internal/backend/cuda/kernels"
 	"ninfer/internal/num"
 )
 
@@ -37,16 +39,16 @@ func (s *step) preparePLEStart(c *driver.Context, op backend.PLEStart) (func(*pa
 	l.check(heads == op.W.HeadsPerNgram*(len(op.W.Multipliers)-1) && s.program.Bufs[op.Out].Width == heads*t.Width, "%d heads of %d", heads, t.Width)
 	line := heads * t.RowBytes
 	k := kernels.TableParams{
-		Raw: l.rows("table rows", line), Out: s.bufs[op.Out], Width: uint32(t.Width), RowBytes: uint32(t.RowBytes), Format: uint32(f),
+		Raw: s.table, Out: s.bufs[op.Out], Width: uint32(t.Width), RowBytes: uint32(t.RowBytes), Format: uint32(f),
 		Multiplier: float32(t.Multiplier),
 	}
 	if l.err != nil {
 		return nil, l.err
 	}
-	staged, err := s.pinned(c, s.program.Pass.Rows*line)
-	if err != nil {
-		return nil, err
+	if line != s.line {
+		return nil, errors.New("a second n-gram table of another size")
 	}
+	staged := s.control[s.table-s.block:]
 	ids := make([]int64, s.program.Pass.Rows*heads)
 	var before []int32
 	s.uploads = append(s.uploads, func(p *pass) error {
@@ -66,7 +68,7 @@ func (s *step) preparePLEStart(c *driver.Context, op backend.PLEStart) (func(*pa
 		if err := t.Source.Rows(ids[:n*heads], staged[:n*line]); err != nil {
 			return &hostError{err}
 		}
-		return p.c.ToDevice(s.d.stream, k.Raw, staged[:n*line])
+		return nil
 	})
 	return func(p *pass) error {
 		q := k
@@ -176,10 +178,11 @@ type head struct {
 	picked driver.Ptr
 	logits driver.Ptr // [room][rows of the matrix]
 	room   int
+	best   driver.Ptr // keys of the tuned kernels' blocks; 0 if they do not take the head
 
-	picks []byte // pinned
-	lines []byte // pinned
-	lanes []wants
+	lines  []byte // pinned
+	lanes  []wants
+	raised bool // the last launch brings logits back
 }
 
 type wants struct {
@@ -204,8 +207,11 @@ func (s *step) prepareHead(c *driver.Context, op backend.Head) (func(*pass) erro
 		}
 		s.taken = append(s.taken, hd.ids)
 	}
-	if hd.picks, err = s.pinned(c, 4*s.program.Pass.Rows); err != nil {
-		return nil, err
+	if s.d.tuned != nil && slices.IsSorted(op.W.Map) && hd.tuned(min(tuned.MaxRows, s.program.Pass.Rows)) { // ties go to the lower row
+		hd.best = l.rows("best keys", 16*int(s.d.tuned.Limits.SMs))
+	}
+	if l.err != nil {
+		return nil, l.err
 	}
 	s.head = hd
 	return func(p *pass) error {
@@ -213,20 +219,47 @@ func (s *step) prepareHead(c *driver.Context, op backend.Head) (func(*pass) erro
 		if n == 0 {
 			return nil
 		}
-		if err := start(p, kernels.Gather, n, 1, 1, 0, &kernels.GatherParams{List: s.want, X: hd.in, Out: hd.packed, Width: uint32(hd.h), N: uint32(n)}); err != nil {
-			return err
+		x := hd.in
+		if n < len(p.rows) { // all of them are in order
+			x = hd.packed
+			if err := start(p, kernels.Gather, n, 1, 1, 0, &kernels.GatherParams{List: s.want, X: hd.in, Out: x, Width: uint32(hd.h), N: uint32(n)}); err != nil {
+				return err
+			}
 		}
-		if err := p.gemv(hd.packed, 2, hd.h, n, part(hd.mat, hd.logits, hd.w.W.N, kernels.PartF32, 0)); err != nil {
+		if !p.logits && hd.best != 0 {
+			return p.tunedBest(hd, x, n)
+		}
+		if err := p.gemv(x, 2, hd.h, n, part(hd.mat, hd.logits, hd.w.W.N, kernels.PartF32, 0)); err != nil {
 			return err
 		}
 		return start(p, kernels.Pick, n, 1, 1, 0, &kernels.PickParams{Logits: hd.logits, Map: hd.ids, Out: hd.picked, Rows: uint32(hd.w.W.N), Ids: uint32(hd.w.IDs)})
 	}, nil
 }
 
+// tuned says whether the tuned kernels find the best of up to so many rows.
+func (hd *head) tuned(rows int) bool {
+	for r := 1; r <= rows; r++ {
+		if _, _, err := hd.plan(r); err != nil {
+			return false
+		}
+	}
+	return true
+}
+
+// plan is a launch of the tuned kernels over the whole head.
+func (hd *head) plan(rows int) (tuned.Plan, tuned.GemvParams, error) {
+	m, ok := tunedMatrix(hd.mat)
+	if !ok {
+		return tuned.Plan{}, tuned.GemvParams{}, errors.New("no tuned kernel for the head")
+	}
+	parts := []tuned.Part{{W: m.w, Scale: m.scale, Rows: hd.mat.Rows, OutLd: hd.mat.Rows, Flags: m.flags}}
+	return hd.s.d.tuned.Limits.Gemv(m.format, uint32(rows), hd.mat.K, parts, 1, tuned.Tuning{})
+}
+
 // reserve makes room for the logits of the wanted rows. Captured graphs know the old place: they are dropped.
 func (hd *head) reserve(p *pass) error {
 	n := len(p.wanted)
-	if n <= hd.room {
+	if n <= hd.room || !p.logits && hd.best != 0 {
 		return nil
 	}
 	if err := p.c.SyncStream(hd.s.d.stream); err != nil {
@@ -251,7 +284,7 @@ func (hd *head) reserve(p *pass) error {
 // fetch queues the copies of what a launch brings back.
 func (hd *head) fetch(p *pass) error {
 	hd.lanes = hd.lanes[:0]
-	raised := false
+	hd.raised = p.logits
 	for i := range p.in {
 		w := wants{logits: p.in[i].Want.Logits()}
 		switch {
@@ -260,12 +293,11 @@ func (hd *head) fetch(p *pass) error {
 		case p.in[i].Want != backend.WantNone:
 			w.n = 1
 		}
-		raised = raised || w.logits
 		hd.lanes = append(hd.lanes, w)
 	}
 	n := len(p.wanted)
-	if err := p.c.ToHost(hd.s.d.stream, hd.picks[:4*n], hd.picked); err != nil || !raised {
-		return err
+	if !hd.raised {
+		return nil
 	}
 	if size := 4 * n * hd.w.W.N; len(hd.lines) < size {
 		var err error
@@ -283,7 +315,7 @@ func (hd *head) results() backend.Result {
 		var l backend.LaneResult
 		for range w.n {
 			id := make([]int32, 1)
-			copy(bytesIn(id), hd.picks[4*at:4*at+4])
+			copy(bytesIn(id), hd.s.report[4+4*at:8+4*at])
 			l.Picks = append(l.Picks, id[0])
 			if w.logits {
 				line := make([]float32, hd.w.W.N)

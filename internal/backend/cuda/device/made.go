@@ -61,6 +61,9 @@ func (d *Device) words(c *driver.Context, dst driver.Ptr, p kernels.WordsParams)
 	}
 	d.seed++
 	p.Dst, p.Seed = dst, d.seed
+	if dst%8 != 0 && p.Kind != positions {
+		return fmt.Errorf("words at %#x: not at a multiple of eight", dst)
+	}
 	blocks := min(uint64(8*d.owner.Device().SMs), (p.Bytes+2047)/2048)
 	return kernels.Run(d.set, c, d.stream, kernels.Words, [3]uint32{uint32(blocks), 1, 1}, 0, &p, false)
 }

@@ -92,6 +92,18 @@ func (l *loader) rows(name string, bytes int) driver.Ptr {
 	return p
 }
 
+// zeros reserves bytes that begin as zero.
+func (l *loader) zeros(name string, bytes int) driver.Ptr {
+	if l.err != nil {
+		return 0
+	}
+	var p driver.Ptr
+	if p, l.err = l.s.alloc(l.c, name, bytes); l.err == nil {
+		l.err = l.c.Set(l.s.d.stream, p, 0, uint64(bytes))
+	}
+	return p
+}
+
 func (l *loader) check(ok bool, format string, args ...any) {
 	if l.err == nil && !ok {
 		l.err = fmt.Errorf(format, args...)
@@ -320,6 +332,9 @@ func (s *step) folderDelta(heads int, shared uint32, params kernels.DeltaParams)
 // splits is how many blocks share a row's attention in each head.
 const splits = 24
 
+// groupSplits is the same where a block works for all queries of a key head: one for each 32 of the tokens that a row attends to at most.
+const groupSplits = 66
+
 func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error, error) {
 	l := &loader{s: s, c: c}
 	w, d := op.W, s.d
@@ -334,10 +349,7 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 		Keys: at(op.Keys), Values: at(op.Values), Raw: at(op.RawIndex), Positions: at(op.Positions),
 		Heads: uint32(w.Heads), Kv: uint32(w.KVHeads), Hd: uint32(w.HeadDim), Ih: uint32(w.IndexHeads), Id: uint32(w.IndexDim),
 		Rot: uint32(w.Rotary.Dim), Tokens: uint32(tokens), Eps: float32(w.Eps), Append: 1,
-	}
-	block := kernels.BlockKeyParams{
-		Rows: s.rows, Raw: prep.Raw, Positions: prep.Positions, Norm: l.vector(w.IndexKeyNorm), Inverse: prep.Inverse, Keys: at(op.IndexKeys),
-		Id: prep.Id, Ratio: uint32(w.Ratio), Rot: prep.Rot, Tokens: prep.Tokens, Eps: prep.Eps,
+		IkNorm: l.vector(w.IndexKeyNorm), BlockKeys: at(op.IndexKeys), Ratio: uint32(w.Ratio),
 	}
 	parts := []kernels.Part{
 		part(l.matrix(w.Key), key, kw, 0, 0), part(l.matrix(w.Value), value, kw, 0, 0), part(l.matrix(w.Index), index, iw, 0, 0),
@@ -347,28 +359,31 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 		if err := p.gemv(s.bufs[op.In], 2, h, len(p.rows), parts...); err != nil {
 			return err
 		}
-		if err := start(p, kernels.Prep, units, len(p.rows), 1, 0, &prep); err != nil {
-			return err
-		}
-		return start(p, kernels.BlockKey, len(p.rows), 1, 1, 0, &block)
+		return start(p, kernels.Prep, units, len(p.rows), 1, 0, &prep)
 	}
 	if op.AppendOnly {
 		return fill, l.err
 	}
 	units += w.Heads + w.IndexHeads
-	longest := w.Blocks*w.Ratio + w.Ratio - 1
+	longest := (w.Blocks*w.Ratio + w.Ratio - 1 + 3) / 4 * 4
 	prep.Append = 0
 	prep.Qg, prep.QNorm, prep.IqNorm = l.rows("query and gate", 4*qw), l.vector(w.QueryNorm), l.vector(w.IndexQueryNorm)
 	prep.Q, prep.Iq = l.rows("query", 2*qw), l.rows("index query", 2*w.IndexHeads*w.IndexDim)
 	parts = append(parts, part(l.matrix(w.QueryGate), prep.Qg, 2*qw, 0, 0))
 	score := kernels.ScoreParams{
-		Rows: s.rows, Iq: prep.Iq, Keys: block.Keys, Scores: l.rows("scores", 4*max(blocks, 1)),
-		Ih: prep.Ih, Id: prep.Id, Ratio: block.Ratio, Blocks: uint32(blocks), Most: uint32(w.Blocks),
+		Rows: s.rows, Iq: prep.Iq, Keys: prep.BlockKeys, Scores: l.rows("scores", 4*max(blocks, 1)),
+		Ih: prep.Ih, Id: prep.Id, Ratio: prep.Ratio, Blocks: uint32(blocks), Most: uint32(w.Blocks),
 	}
 	choose := kernels.SelectParams{
 		Rows: s.rows, Scores: score.Scores, List: l.rows("selection", 4*longest), Count: l.rows("selected", 4),
-		Ratio: block.Ratio, Blocks: score.Blocks, Most: score.Most, ListLd: uint32(longest),
+		Ratio: prep.Ratio, Blocks: score.Blocks, Most: score.Most, ListLd: uint32(longest),
 	}
+	segments := max(1, tiles(blocks, kernels.Segment))
+	l.check(segments*w.Blocks <= kernels.Segment, "selection of %d blocks from %d: more than is planned for", w.Blocks, blocks)
+	if segments > 1 {
+		choose.Best = l.rows("best blocks", 8*segments*w.Blocks)
+	}
+	choose.Arrived = l.zeros("arrivals", 4*s.program.Pass.Rows)
 	attend := kernels.AttendParams{
 		Rows: s.rows, Q: prep.Q, Keys: prep.Keys, Values: prep.Values, List: choose.List, Count: choose.Count,
 		Partial: l.rows("attention parts", 4*w.Heads*splits*(w.HeadDim+2)),
@@ -376,23 +391,45 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 	}
 	merge := kernels.MergeParams{Partial: attend.Partial, Qg: prep.Qg, Out: l.rows("attended", 2*qw), Heads: prep.Heads, Hd: prep.Hd, Splits: splits}
 	out := part(l.matrix(w.Out), s.bufs[op.Out], w.Out.N, 0, 0)
-	scorers := max(1, min(64, tiles(blocks, 8)))
+	scorers, scorer := max(1, min(64, tiles(blocks, 8))), kernels.Score
+	grouped := !d.opt.Plain && w.HeadDim == 256 && w.Heads/w.KVHeads <= 16
+	var group kernels.AttendGroupParams
+	var join kernels.MergeGroupParams
+	if !d.opt.Plain && w.IndexDim == 128 && w.IndexHeads == 4 {
+		scorers, scorer = max(1, min(2*d.owner.Device().SMs, tiles(blocks, 16))), kernels.ScoreKeys
+	}
+	if grouped {
+		group = kernels.AttendGroupParams{
+			Rows: s.rows, Q: prep.Q, Keys: prep.Keys, Values: prep.Values, List: choose.List, Count: choose.Count, Heads: prep.Heads, Kv: prep.Kv, Tokens: prep.Tokens,
+			ListLd: choose.ListLd, Splits: groupSplits, Partial: l.rows("attention groups", 4*w.Heads*groupSplits*256), Sums: l.rows("attention sums", 8*w.Heads*groupSplits),
+		}
+		join = kernels.MergeGroupParams{Partial: group.Partial, Sums: group.Sums, Count: group.Count, Qg: prep.Qg, Out: merge.Out, Heads: prep.Heads, Splits: groupSplits}
+	}
 	return func(p *pass) error {
 		if err := fill(p); err != nil {
 			return err
 		}
 		if blocks > w.Blocks {
-			if err := start(p, kernels.Score, scorers, len(p.rows), 1, 0, &score); err != nil {
+			if err := start(p, scorer, scorers, len(p.rows), 1, 0, &score); err != nil {
 				return err
 			}
 		}
-		if err := start(p, kernels.SelectBlocks, len(p.rows), 1, 1, 0, &choose); err != nil {
+		if err := start(p, kernels.SelectBlocks, segments, len(p.rows), 1, 0, &choose); err != nil {
 			return err
 		}
 		if !p.plain {
 			if err := p.lookSelection(op.Layer, &choose); err != nil {
 				return err
 			}
+		}
+		if grouped {
+			if err := start(p, kernels.AttendGroup, w.KVHeads, len(p.rows), groupSplits, 0, &group); err != nil {
+				return err
+			}
+			if err := start(p, kernels.MergeGroup, w.Heads, len(p.rows), 1, 0, &join); err != nil {
+				return err
+			}
+			return p.gemv(merge.Out, 2, qw, len(p.rows), out)
 		}
 		if err := start(p, kernels.Attend, w.Heads, len(p.rows), splits, 0, &attend); err != nil {
 			return err

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"runtime"
 	"slices"
+	"sync/atomic"
+	"time"
 	"unsafe"
 
 	"ninfer/internal/backend"
@@ -33,9 +35,12 @@ type step struct {
 	distinct driver.Ptr // of each mixture: how many experts its rows chose last
 	mixtures int
 
-	// The control block: rows, lanes, wanted rows. control is its pinned twin, read by the GPU until copied happened.
+	// The control block: the launch's number, rows, lanes, wanted rows, rows of the n-gram table. control is its pinned twin, read by the
+	// GPU until copied happened.
 	control []byte
 	block   driver.Ptr
+	table   driver.Ptr // 0 without a table
+	line    int        // bytes of a row's table rows
 	rows    driver.Ptr
 	lanes   driver.Ptr
 	want    driver.Ptr
@@ -43,6 +48,7 @@ type step struct {
 	done    driver.Event
 	waiting bool // copied has been recorded
 
+	report  []byte // pinned: the number of the last launch that is over, then its picks
 	head    *head
 	embed   *embed
 	graphs  map[shape]*graph
@@ -53,7 +59,10 @@ type step struct {
 }
 
 // shape is what a captured graph depends on.
-type shape struct{ rows, lanes, wanted int }
+type shape struct {
+	rows, lanes, wanted int
+	logits              bool
+}
 
 // graph is a captured launch list; before the second launch of its shape there is none.
 type graph struct {
@@ -70,6 +79,7 @@ type pass struct {
 	lanes  []kernels.Lane
 	wanted []uint32
 	held   []int32 // base lengths of the lanes
+	logits bool    // some lane wants them
 	plain  bool    // nothing looks inside or forces: fit for a graph
 }
 
@@ -137,18 +147,33 @@ func (d *Device) Compile(p *backend.Program) (backend.Step, error) {
 const (
 	sizeOfRow = int(unsafe.Sizeof(kernels.Row{}))
 	laneBytes = int(unsafe.Sizeof(kernels.Lane{}))
+	header    = 16 // bytes of the control block before its rows
 )
 
 func (s *step) compile(c *driver.Context) (err error) {
 	shape := s.program.Pass
-	size := shape.Rows*(sizeOfRow+4) + shape.Lanes*laneBytes
+	size := header + shape.Rows*(sizeOfRow+4) + shape.Lanes*laneBytes
+	small := size
+	for _, op := range s.program.Ops {
+		if op, ok := op.(backend.PLEStart); ok && s.line == 0 {
+			size = (size + 15) / 16 * 16
+			small, s.line = size, len(op.W.Sizes)*op.W.Table.RowBytes
+			size += shape.Rows * s.line
+		}
+	}
 	if s.control, err = s.pinned(c, size); err != nil {
 		return err
 	}
 	if s.block, err = s.alloc(c, "control block", size); err != nil {
 		return err
 	}
-	s.rows = s.block
+	if s.line > 0 {
+		s.table = s.block + driver.Ptr(small)
+	}
+	if s.report, err = s.pinned(c, 4+4*shape.Rows); err != nil {
+		return err
+	}
+	s.rows = s.block + header
 	s.lanes = s.rows + driver.Ptr(shape.Rows*sizeOfRow)
 	s.want = s.lanes + driver.Ptr(shape.Lanes*laneBytes)
 	if s.copied, err = c.NewEvent(false); err != nil {
@@ -234,7 +259,7 @@ func (p *pass) begin(ctl *backend.Control) error {
 		return fmt.Errorf("%d lanes for a step of %d", len(ctl.Lanes), shape.Lanes)
 	}
 	p.in, p.rows, p.lanes, p.wanted, p.held = ctl.Lanes, p.rows[:0], p.lanes[:0], p.wanted[:0], p.held[:0]
-	p.plain = !s.inspect
+	p.plain, p.logits = !s.inspect, false
 	for i := range ctl.Lanes {
 		in := &ctl.Lanes[i]
 		n := len(in.Tokens)
@@ -310,6 +335,7 @@ func (p *pass) begin(ctl *backend.Control) error {
 		case in.Want != backend.WantNone:
 			p.wanted = append(p.wanted, l.First+uint32(n)-1)
 		}
+		p.logits = p.logits || in.Want.Logits()
 		if in.Force != nil || in.Trace != nil {
 			p.plain = false
 		}
@@ -352,7 +378,9 @@ func (p *pass) launch() error {
 			return err
 		}
 	}
-	copy(s.control, bytesIn(p.rows))
+	number := uint32(d.seq)
+	copy(s.control, bytesOf(&number))
+	copy(s.control[header:], bytesIn(p.rows))
 	copy(s.control[s.lanes-s.block:], bytesIn(p.lanes))
 	copy(s.control[s.want-s.block:], bytesIn(p.wanted))
 	if s.head != nil {
@@ -360,7 +388,11 @@ func (p *pass) launch() error {
 			return err
 		}
 	}
-	if err := c.ToDevice(d.stream, s.block, s.control); err != nil {
+	used := len(s.control)
+	if s.line > 0 {
+		used = int(s.table-s.block) + len(p.rows)*s.line
+	}
+	if err := c.ToDevice(d.stream, s.block, s.control[:used]); err != nil {
 		return err
 	}
 	if err := c.Record(s.copied, d.stream); err != nil {
@@ -385,7 +417,7 @@ func (p *pass) replay() error {
 	if !p.plain || s.d.opt.NoGraph || s.d.profile != nil || kind == backend.Prefill || kind == backend.Seed {
 		return p.direct()
 	}
-	key := shape{len(p.rows), len(p.lanes), len(p.wanted)}
+	key := shape{len(p.rows), len(p.lanes), len(p.wanted), p.logits}
 	g, seen := s.graphs[key]
 	if !seen {
 		s.graphs[key] = &graph{}
@@ -412,7 +444,21 @@ func (p *pass) direct() error {
 			return err
 		}
 	}
-	return p.s.d.stamp(p.c, "")
+	if err := p.s.d.stamp(p.c, ""); err != nil {
+		return err
+	}
+	return p.tell()
+}
+
+// tell reports the picks and the launch's number to the host.
+func (p *pass) tell() error {
+	s := p.s
+	at := driver.Ptr(uintptr(unsafe.Pointer(&s.report[0])))
+	q := kernels.ReportParams{Host: at + 4, Done: at, Number: s.block}
+	if s.head != nil && len(p.wanted) > 0 {
+		q.Picked, q.N = s.head.picked, uint32(len(p.wanted))
+	}
+	return start(p, kernels.Report, 1, 1, 1, 0, &q)
 }
 
 // compact moves an image's carried rows to the front of their planes.
@@ -499,14 +545,30 @@ func (p *pass) end() {
 	runtime.KeepAlive(p)
 }
 
+// soon looks for a launch's number in the report for as long as a step may take: a thread that sleeps until then, or asks the driver on
+// another thread, is late by tens of microseconds and more. Where processors are few it does not look at all.
+func (s *step) soon(number uint32) bool {
+	at := (*uint32)(unsafe.Pointer(&s.report[0]))
+	for end := time.Now().Add(20 * time.Millisecond); runtime.GOMAXPROCS(0) > 2 && time.Now().Before(end); {
+		for range 64 {
+			if atomic.LoadUint32(at) == number {
+				return true
+			}
+		}
+	}
+	return false
+}
+
 // Wait returns the result of a launch.
 func (d *Device) Wait(q backend.Seq) (backend.Result, error) {
 	if d.last == nil || q != d.seq || d.last.seq != q {
 		return backend.Result{}, fmt.Errorf("cuda: wait for launch %d, last is %d", q, d.seq)
 	}
 	s := d.last
-	if err := d.do("wait", func(c *driver.Context) error { return c.Sync(s.done) }); err != nil {
-		return backend.Result{}, err
+	if !s.soon(uint32(q)) || s.head != nil && s.head.raised {
+		if err := d.do("wait", func(c *driver.Context) error { return c.Sync(s.done) }); err != nil {
+			return backend.Result{}, err
+		}
 	}
 	if s.head == nil {
 		return backend.Result{}, nil

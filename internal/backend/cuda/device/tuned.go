@@ -87,6 +87,30 @@ func (p *pass) tunedGemv(x driver.Ptr, ld, rows int, parts []plain.Part) (ok boo
 	return true, tunedRun(p, plan, &g)
 }
 
+// tunedBest finds the best row of a head for each of n rows of x without writing logits.
+func (p *pass) tunedBest(hd *head, x driver.Ptr, n int) error {
+	valid := uint32(hd.w.IDs)
+	if hd.ids != 0 {
+		valid = hd.mat.Rows
+	}
+	for r := 0; r < n; r += kernels.MaxRows {
+		rows := min(kernels.MaxRows, n-r)
+		plan, g, err := hd.plan(rows)
+		if err != nil {
+			return err
+		}
+		g.X, g.XLd, g.Best, g.ValidRows = x+driver.Ptr(2*r*hd.h), uint32(hd.h), hd.best, valid
+		if err := tunedRun(p, plan, &g); err != nil {
+			return err
+		}
+		merge := kernels.BestParams{Best: hd.best, Ids: hd.ids, Out: hd.picked + driver.Ptr(4*r), N: plan.Grid, R: uint32(rows)}
+		if err := tunedRun(p, kernels.Plan{Kernel: kernels.BestMerge, Grid: uint32(rows)}, &merge); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // project multiplies rows of FP32, or of BF16 with a factor for each dim values that squares gives, if there is a kernel for the parts.
 func (p *pass) project(x, squares driver.Ptr, dim int, eps float64, ld, rows int, parts []plain.Part) (ok bool, err error) {
 	d := p.s.d

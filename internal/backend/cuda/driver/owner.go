@@ -4,6 +4,7 @@ import (
 	"errors"
 	"runtime"
 	"sync"
+	"time"
 )
 
 // Owner is the one goroutine that owns a GPU. It locks its OS thread, makes the device's primary context current and runs the functions
@@ -51,7 +52,11 @@ func StartOwner(d *Driver, ordinal int) (*Owner, error) {
 		if err != nil {
 			return
 		}
-		for j := range o.work {
+		for {
+			j, ok := o.next()
+			if !ok {
+				break
+			}
 			j.run(ctx)
 		}
 		ctx.release()
@@ -61,6 +66,25 @@ func StartOwner(d *Driver, ordinal int) (*Owner, error) {
 		return nil, err
 	}
 	return o, nil
+}
+
+// awake is how long the owner looks for work before it sleeps: waking a thread takes tens of microseconds, as long as many kernels.
+const awake = 10 * time.Millisecond
+
+// next is the next job. Shortly after a job it looks for one without sleeping, since steps follow each other, if that takes no processor from
+// those who would bring it.
+func (o *Owner) next() (j job, ok bool) {
+	for end := time.Now().Add(awake); runtime.GOMAXPROCS(0) > 2 && time.Now().Before(end); {
+		for range 64 {
+			select {
+			case j, ok = <-o.work:
+				return j, ok
+			default:
+			}
+		}
+	}
+	j, ok = <-o.work
+	return j, ok
 }
 
 // Device is the GPU owned.

@@ -7,10 +7,8 @@
 //   delta      gated delta rule and gated norm, block a value head; S in shared memory. Grid: head, lane.
 //   delta_quarters  the same for heads of 128, a quarter of a head's columns a block, S in registers and there before the wait; the norm's
 //              factor is left to the next product (project.cu). Grid: head, lane, quarter.
-//   prep       norms and rotation of queries and keys, append to the planes. Grid: head, row.
-//   block_key  index key of a block that a row completes. Grid: row.
+//   prep       norms and rotation of queries and keys, append to the planes, index key of a block that a row completes. Grid: head, row.
 //   score      index scores of complete blocks. Grid: any, row.
-//   select_blocks  the tokens a row attends to, ascending: best blocks, ties to the lower, and the tail. Grid: row.
 //   attend     part of a row's attention. Grid: head, row, split. merge: all of it, times the output gate. Grid: head, row.
 //   route      best experts, ties to the lower, and their weights; one warp. Grid: row.
 #include "common.cuh"
@@ -293,6 +291,19 @@ NINFER_KERNEL(prep, PrepParams, 256, 1) {
   } else if ((unit -= p.kv) == 0) {  // raw index key, positions
     for (uint32_t i = t; i < p.id; i += 256) p.raw[token * p.id + i] = p.index[((uint64_t)r * (p.ih + 1) + p.ih) * p.id + i];
     if (t < 3) p.positions[token * 3 + t] = row.pos[t];
+    if ((row.at + 1) % p.ratio) return;
+    // The block's older tokens are in the planes, or rows of this pass that another block is just writing there.
+    float x = 0.0f;
+    if (t < p.id) {
+      for (uint32_t i = p.ratio; i-- > 0;)
+        x += from_bf16(i <= row.index ? p.index[((uint64_t)(r - i) * (p.ih + 1) + p.ih) * p.id + t] : p.raw[(token - i) * p.id + t]);
+      x = round_bf16(x / p.ratio);
+    }
+    const float scale = 1.0f / sqrtf(block_sum(x * x, shared) / p.id + p.eps);
+    if (t < p.id) v[t] = x * scale * (1.0f + p.ik_norm[t]);
+    const uint32_t back = p.ratio - 1;
+    rotate(v, p.inverse, p.rot, back <= row.index ? p.rows[r - back].pos : p.positions + (token - back) * 3);
+    if (t < p.id) p.block_keys[((uint64_t)row.slot * (p.tokens / p.ratio) + row.at / p.ratio) * p.id + t] = to_bf16(v[t]);
     return;
   } else if (--unit < p.heads) {  // query
     in = p.qg + ((uint64_t)r * p.heads + unit) * 2 * p.hd, w = p.q_norm, out = p.q + ((uint64_t)r * p.heads + unit) * p.hd;
@@ -305,24 +316,6 @@ NINFER_KERNEL(prep, PrepParams, 256, 1) {
   if (t < width) v[t] = x * scale * (1.0f + w[t]);
   rotate(v, p.inverse, p.rot, row.pos);
   if (t < width) out[t] = to_bf16(v[t]);
-}
-
-NINFER_KERNEL(block_key, BlockKeyParams, 256, 1) {
-  __shared__ float shared[33], v[256];
-  pdl();
-  const Row row = p.rows[blockIdx.x];
-  if ((row.at + 1) % p.ratio) return;
-  const uint32_t first = row.at + 1 - p.ratio, t = threadIdx.x;
-  const uint64_t token = (uint64_t)row.slot * p.tokens + first;
-  float x = 0.0f;
-  if (t < p.id) {
-    for (uint32_t i = 0; i < p.ratio; i++) x += from_bf16(p.raw[(token + i) * p.id + t]);
-    x = round_bf16(x / p.ratio);
-  }
-  const float scale = 1.0f / sqrtf(block_sum(x * x, shared) / p.id + p.eps);
-  if (t < p.id) v[t] = x * scale * (1.0f + p.norm[t]);
-  rotate(v, p.inverse, p.rot, p.positions + token * 3);
-  if (t < p.id) p.keys[((uint64_t)row.slot * (p.tokens / p.ratio) + first / p.ratio) * p.id + t] = to_bf16(v[t]);
 }
 
 NINFER_KERNEL(score, ScoreParams, 256, 1) {
@@ -347,78 +340,6 @@ NINFER_KERNEL(score, ScoreParams, 256, 1) {
     }
     if (t == 0) p.scores[(uint64_t)r * p.blocks + b] = sum * scale;
   }
-}
-
-NINFER_KERNEL(select_blocks, SelectParams, 1024, 1) {
-  __shared__ uint32_t bins[256], warps[33], found[2];
-  pdl();
-  const uint32_t r = blockIdx.x, t = threadIdx.x;
-  const Row row = p.rows[r];
-  const uint32_t visible = row.at + 1, n = visible / p.ratio;
-  uint32_t* list = p.list + (uint64_t)r * p.list_ld;
-  if (n <= p.most) {
-    for (uint32_t i = t; i < visible; i += 1024) list[i] = i;
-    if (t == 0) p.count[r] = visible;
-    return;
-  }
-  const float* scores = p.scores + (uint64_t)r * p.blocks;
-  // The key of the last block chosen, eight bits at a time from the top: of the blocks whose key begins like prefix, need remain.
-  uint32_t prefix = 0, need = p.most;
-  for (int shift = 24; shift >= 0; shift -= 8) {
-    if (t < 256) bins[t] = 0;
-    __syncthreads();
-    for (uint32_t b = t; b < n; b += 1024) {
-      const uint32_t key = float_key(scores[b]);
-      if (shift == 24 || (key ^ prefix) >> (shift + 8) == 0) atomicAdd(&bins[key >> shift & 255], 1u);
-    }
-    __syncthreads();
-    if (t == 0) {
-      uint32_t above = 0;
-      int bin = 255;
-      while (bin > 0 && above + bins[bin] < need) above += bins[bin--];
-      found[0] = bin, found[1] = need - above;
-    }
-    __syncthreads();
-    prefix |= found[0] << shift;
-    need = found[1];
-    __syncthreads();
-  }
-  // Blocks above the key, and the first need blocks that have it, in order.
-  uint32_t taken = 0, equal = 0;
-  for (uint32_t first = 0; first < n; first += 1024) {
-    const uint32_t b = first + t;
-    const uint32_t key = b < n ? float_key(scores[b]) : 0;
-    const bool tie = b < n && key == prefix;
-    auto scan = [&](bool flag, uint32_t& total) {  // flags before this thread
-      const uint32_t ballot = __ballot_sync(~0u, flag);
-      __syncthreads();
-      if (t % 32 == 0) warps[t / 32] = __popc(ballot);
-      __syncthreads();
-      if (t == 0) {
-        uint32_t sum = 0;
-        for (int i = 0; i < 32; i++) {
-          const uint32_t c = warps[i];
-          warps[i] = sum;
-          sum += c;
-        }
-        warps[32] = sum;
-      }
-      __syncthreads();
-      total = warps[32];
-      return warps[t / 32] + __popc(ballot & ((1u << t % 32) - 1));
-    };
-    uint32_t ties, taking;
-    const uint32_t rank = equal + scan(tie, ties);
-    const bool take = b < n && (key > prefix || (tie && rank < need));
-    const uint32_t at = taken + scan(take, taking);
-    if (take)
-      for (uint32_t i = 0; i < p.ratio; i++) list[at * p.ratio + i] = b * p.ratio + i;
-    equal += ties;
-    taken += taking;
-  }
-  const uint32_t tail = visible - n * p.ratio;
-  if (t < tail) list[taken * p.ratio + t] = n * p.ratio + t;
-  if (t == 0) p.count[r] = taken * p.ratio + tail;
 }
 
 static constexpr int kAttend = 128;

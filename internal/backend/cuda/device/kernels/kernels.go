@@ -56,6 +56,9 @@ const (
 	PartSigmoid2 = 4 // 2*sigmoid(scale*v)
 )
 
+// Segment is how many blocks of tokens a block of SelectBlocks looks at.
+const Segment = 8192
+
 // ProjectRows is how many activation rows a Project kernel takes.
 const ProjectRows = 4
 

@@ -8,20 +8,22 @@ import "ninfer/internal/backend/cuda/driver"
 var archs = []string{"sm_90a", "sm_120a"}
 
 // sources are the files the machine code was made from, without suffix.
-var sources = []string{"blocks", "matrix", "project", "streams"}
+var sources = []string{"attention", "blocks", "matrix", "project", "streams"}
 
 // ID names a kernel.
 type ID int
 
 // The kernels.
 const (
-	Conv          ID = iota // ConvParams
+	ScoreKeys     ID = iota // ScoreParams
+	SelectBlocks            // SelectParams
+	AttendGroup             // AttendGroupParams
+	MergeGroup              // MergeGroupParams
+	Conv                    // ConvParams
 	Delta                   // DeltaParams
 	DeltaQuarters           // DeltaParams
 	Prep                    // PrepParams
-	BlockKey                // BlockKeyParams
 	Score                   // ScoreParams
-	SelectBlocks            // SelectParams
 	Attend                  // AttendParams
 	Merge                   // MergeParams
 	Route                   // RouteParams
@@ -41,18 +43,21 @@ const (
 	PleGate                 // PleGateParams
 	Gather                  // GatherParams
 	Words                   // WordsParams
+	Report                  // ReportParams
 	Sizes                   // SizesParams
 	kernelCount
 )
 
 var table = [kernelCount]kernelInfo{
+	{name: "score_keys", source: "attention", threads: 256},
+	{name: "select_blocks", source: "attention", threads: 1024},
+	{name: "attend_group", source: "attention", threads: (128)},
+	{name: "merge_group", source: "attention", threads: (1024)},
 	{name: "conv", source: "blocks", threads: 256},
 	{name: "delta", source: "blocks", threads: (512)},
 	{name: "delta_quarters", source: "blocks", threads: (128)},
 	{name: "prep", source: "blocks", threads: 256},
-	{name: "block_key", source: "blocks", threads: 256},
 	{name: "score", source: "blocks", threads: 256},
-	{name: "select_blocks", source: "blocks", threads: 1024},
 	{name: "attend", source: "blocks", threads: (128)},
 	{name: "merge", source: "blocks", threads: 256},
 	{name: "route", source: "blocks", threads: 32},
@@ -72,6 +77,7 @@ var table = [kernelCount]kernelInfo{
 	{name: "ple_gate", source: "streams", threads: 256},
 	{name: "gather", source: "streams", threads: 256},
 	{name: "words", source: "streams", threads: 256},
+	{name: "report", source: "streams", threads: 32},
 	{name: "sizes", source: "streams", threads: 32},
 }
 
@@ -251,6 +257,8 @@ type PrepParams struct {
 	Values    driver.Ptr
 	Raw       driver.Ptr
 	Positions driver.Ptr
+	IkNorm    driver.Ptr
+	BlockKeys driver.Ptr
 	Heads     uint32
 	Kv        uint32
 	Hd        uint32
@@ -259,24 +267,8 @@ type PrepParams struct {
 	Rot       uint32
 	Tokens    uint32
 	Append    uint32
-	Eps       float32
-	Reserved  uint32
-}
-
-// BlockKeyParams mirrors the struct of that name in params.h.
-type BlockKeyParams struct {
-	Rows      driver.Ptr
-	Raw       driver.Ptr
-	Positions driver.Ptr
-	Norm      driver.Ptr
-	Inverse   driver.Ptr
-	Keys      driver.Ptr
-	Id        uint32
 	Ratio     uint32
-	Rot       uint32
-	Tokens    uint32
 	Eps       float32
-	Reserved  uint32
 }
 
 // ScoreParams mirrors the struct of that name in params.h.
@@ -295,14 +287,16 @@ type ScoreParams struct {
 
 // SelectParams mirrors the struct of that name in params.h.
 type SelectParams struct {
-	Rows   driver.Ptr
-	Scores driver.Ptr
-	List   driver.Ptr
-	Count  driver.Ptr
-	Ratio  uint32
-	Blocks uint32
-	Most   uint32
-	ListLd uint32
+	Rows    driver.Ptr
+	Scores  driver.Ptr
+	List    driver.Ptr
+	Count   driver.Ptr
+	Best    driver.Ptr
+	Arrived driver.Ptr
+	Ratio   uint32
+	Blocks  uint32
+	Most    uint32
+	ListLd  uint32
 }
 
 // AttendParams mirrors the struct of that name in params.h.
@@ -319,6 +313,35 @@ type AttendParams struct {
 	Hd      uint32
 	Tokens  uint32
 	ListLd  uint32
+	Splits  uint32
+}
+
+// AttendGroupParams mirrors the struct of that name in params.h.
+type AttendGroupParams struct {
+	Rows     driver.Ptr
+	Q        driver.Ptr
+	Keys     driver.Ptr
+	Values   driver.Ptr
+	List     driver.Ptr
+	Count    driver.Ptr
+	Partial  driver.Ptr
+	Sums     driver.Ptr
+	Heads    uint32
+	Kv       uint32
+	Tokens   uint32
+	ListLd   uint32
+	Splits   uint32
+	Reserved uint32
+}
+
+// MergeGroupParams mirrors the struct of that name in params.h.
+type MergeGroupParams struct {
+	Partial driver.Ptr
+	Sums    driver.Ptr
+	Count   driver.Ptr
+	Qg      driver.Ptr
+	Out     driver.Ptr
+	Heads   uint32
 	Splits  uint32
 }
 
@@ -461,6 +484,16 @@ type PickParams struct {
 	Out    driver.Ptr
 	Rows   uint32
 	Ids    uint32
+}
+
+// ReportParams mirrors the struct of that name in params.h.
+type ReportParams struct {
+	Picked   driver.Ptr
+	Host     driver.Ptr
+	Done     driver.Ptr
+	Number   driver.Ptr
+	N        uint32
+	Reserved uint32
 }
 
 // WordsParams mirrors the struct of that name in params.h.
@@ -623,6 +656,8 @@ var layout = []uintptr{
 	offset(func(v *PrepParams) *driver.Ptr { return &v.Values }),
 	offset(func(v *PrepParams) *driver.Ptr { return &v.Raw }),
 	offset(func(v *PrepParams) *driver.Ptr { return &v.Positions }),
+	offset(func(v *PrepParams) *driver.Ptr { return &v.IkNorm }),
+	offset(func(v *PrepParams) *driver.Ptr { return &v.BlockKeys }),
 	offset(func(v *PrepParams) *uint32 { return &v.Heads }),
 	offset(func(v *PrepParams) *uint32 { return &v.Kv }),
 	offset(func(v *PrepParams) *uint32 { return &v.Hd }),
@@ -631,21 +666,8 @@ var layout = []uintptr{
 	offset(func(v *PrepParams) *uint32 { return &v.Rot }),
 	offset(func(v *PrepParams) *uint32 { return &v.Tokens }),
 	offset(func(v *PrepParams) *uint32 { return &v.Append }),
+	offset(func(v *PrepParams) *uint32 { return &v.Ratio }),
 	offset(func(v *PrepParams) *float32 { return &v.Eps }),
-	offset(func(v *PrepParams) *uint32 { return &v.Reserved }),
-	sizeOf[BlockKeyParams](),
-	offset(func(v *BlockKeyParams) *driver.Ptr { return &v.Rows }),
-	offset(func(v *BlockKeyParams) *driver.Ptr { return &v.Raw }),
-	offset(func(v *BlockKeyParams) *driver.Ptr { return &v.Positions }),
-	offset(func(v *BlockKeyParams) *driver.Ptr { return &v.Norm }),
-	offset(func(v *BlockKeyParams) *driver.Ptr { return &v.Inverse }),
-	offset(func(v *BlockKeyParams) *driver.Ptr { return &v.Keys }),
-	offset(func(v *BlockKeyParams) *uint32 { return &v.Id }),
-	offset(func(v *BlockKeyParams) *uint32 { return &v.Ratio }),
-	offset(func(v *BlockKeyParams) *uint32 { return &v.Rot }),
-	offset(func(v *BlockKeyParams) *uint32 { return &v.Tokens }),
-	offset(func(v *BlockKeyParams) *float32 { return &v.Eps }),
-	offset(func(v *BlockKeyParams) *uint32 { return &v.Reserved }),
 	sizeOf[ScoreParams](),
 	offset(func(v *ScoreParams) *driver.Ptr { return &v.Rows }),
 	offset(func(v *ScoreParams) *driver.Ptr { return &v.Iq }),
@@ -662,6 +684,8 @@ var layout = []uintptr{
 	offset(func(v *SelectParams) *driver.Ptr { return &v.Scores }),
 	offset(func(v *SelectParams) *driver.Ptr { return &v.List }),
 	offset(func(v *SelectParams) *driver.Ptr { return &v.Count }),
+	offset(func(v *SelectParams) *driver.Ptr { return &v.Best }),
+	offset(func(v *SelectParams) *driver.Ptr { return &v.Arrived }),
 	offset(func(v *SelectParams) *uint32 { return &v.Ratio }),
 	offset(func(v *SelectParams) *uint32 { return &v.Blocks }),
 	offset(func(v *SelectParams) *uint32 { return &v.Most }),
@@ -680,6 +704,29 @@ var layout = []uintptr{
 	offset(func(v *AttendParams) *uint32 { return &v.Tokens }),
 	offset(func(v *AttendParams) *uint32 { return &v.ListLd }),
 	offset(func(v *AttendParams) *uint32 { return &v.Splits }),
+	sizeOf[AttendGroupParams](),
+	offset(func(v *AttendGroupParams) *driver.Ptr { return &v.Rows }),
+	offset(func(v *AttendGroupParams) *driver.Ptr { return &v.Q }),
+	offset(func(v *AttendGroupParams) *driver.Ptr { return &v.Keys }),
+	offset(func(v *AttendGroupParams) *driver.Ptr { return &v.Values }),
+	offset(func(v *AttendGroupParams) *driver.Ptr { return &v.List }),
+	offset(func(v *AttendGroupParams) *driver.Ptr { return &v.Count }),
+	offset(func(v *AttendGroupParams) *driver.Ptr { return &v.Partial }),
+	offset(func(v *AttendGroupParams) *driver.Ptr { return &v.Sums }),
+	offset(func(v *AttendGroupParams) *uint32 { return &v.Heads }),
+	offset(func(v *AttendGroupParams) *uint32 { return &v.Kv }),
+	offset(func(v *AttendGroupParams) *uint32 { return &v.Tokens }),
+	offset(func(v *AttendGroupParams) *uint32 { return &v.ListLd }),
+	offset(func(v *AttendGroupParams) *uint32 { return &v.Splits }),
+	offset(func(v *AttendGroupParams) *uint32 { return &v.Reserved }),
+	sizeOf[MergeGroupParams](),
+	offset(func(v *MergeGroupParams) *driver.Ptr { return &v.Partial }),
+	offset(func(v *MergeGroupParams) *driver.Ptr { return &v.Sums }),
+	offset(func(v *MergeGroupParams) *driver.Ptr { return &v.Count }),
+	offset(func(v *MergeGroupParams) *driver.Ptr { return &v.Qg }),
+	offset(func(v *MergeGroupParams) *driver.Ptr { return &v.Out }),
+	offset(func(v *MergeGroupParams) *uint32 { return &v.Heads }),
+	offset(func(v *MergeGroupParams) *uint32 { return &v.Splits }),
 	sizeOf[MergeParams](),
 	offset(func(v *MergeParams) *driver.Ptr { return &v.Partial }),
 	offset(func(v *MergeParams) *driver.Ptr { return &v.Qg }),
@@ -788,6 +835,13 @@ var layout = []uintptr{
 	offset(func(v *PickParams) *driver.Ptr { return &v.Out }),
 	offset(func(v *PickParams) *uint32 { return &v.Rows }),
 	offset(func(v *PickParams) *uint32 { return &v.Ids }),
+	sizeOf[ReportParams](),
+	offset(func(v *ReportParams) *driver.Ptr { return &v.Picked }),
+	offset(func(v *ReportParams) *driver.Ptr { return &v.Host }),
+	offset(func(v *ReportParams) *driver.Ptr { return &v.Done }),
+	offset(func(v *ReportParams) *driver.Ptr { return &v.Number }),
+	offset(func(v *ReportParams) *uint32 { return &v.N }),
+	offset(func(v *ReportParams) *uint32 { return &v.Reserved }),
 	sizeOf[WordsParams](),
 	offset(func(v *WordsParams) *driver.Ptr { return &v.Dst }),
 	offset(func(v *WordsParams) *uint64 { return &v.Bytes }),

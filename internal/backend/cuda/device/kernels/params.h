@@ -144,22 +144,12 @@ struct PrepParams {
   __nv_bfloat16* values;
   __nv_bfloat16* raw;          // [slots][tokens][id]
   uint32_t* positions;         // [slots][tokens][3]
+  const float* ik_norm;        // [id]
+  __nv_bfloat16* block_keys;   // [slots][tokens/ratio][id]
   uint32_t heads, kv, hd, ih, id, rot, tokens;
   uint32_t append;             // 1: planes only
+  uint32_t ratio;
   float eps;
-  uint32_t reserved;
-};
-
-struct BlockKeyParams {
-  const Row* rows;
-  const __nv_bfloat16* raw;    // [slots][tokens][id]
-  const uint32_t* positions;   // [slots][tokens][3]
-  const float* norm;           // [id]
-  const float* inverse;
-  __nv_bfloat16* keys;         // [slots][tokens/ratio][id]
-  uint32_t id, ratio, rot, tokens;
-  float eps;
-  uint32_t reserved;
 };
 
 struct ScoreParams {
@@ -175,6 +165,8 @@ struct SelectParams {
   const float* scores;         // [R][blocks]
   uint32_t* list;              // [R][list_ld] tokens, ascending
   uint32_t* count;             // [R]
+  uint32_t* best;              // [R][segments][most][2]: keys and ids of each segment's best, or null where there is one
+  uint32_t* arrived;           // [R], zero between launches
   uint32_t ratio, blocks, most, list_ld;
 };
 
@@ -187,6 +179,27 @@ struct AttendParams {
   const uint32_t* count;       // [R]
   float* partial;              // [R][heads][splits][hd+2]: largest score, sum, values
   uint32_t heads, kv, hd, tokens, list_ld, splits;
+};
+
+struct AttendGroupParams {
+  const Row* rows;
+  const __nv_bfloat16* q;      // [R][heads*256]
+  const __nv_bfloat16* keys;   // [slots][tokens][kv*256]
+  const __nv_bfloat16* values;
+  const uint32_t* list;        // [R][list_ld]
+  const uint32_t* count;       // [R]
+  float* partial;              // [R][heads][splits][256]
+  float* sums;                 // [R][heads][splits][2]: largest score, sum of weights
+  uint32_t heads, kv, tokens, list_ld, splits, reserved;
+};
+
+struct MergeGroupParams {
+  const float* partial;
+  const float* sums;
+  const uint32_t* count;       // [R]
+  const __nv_bfloat16* qg;     // [R][heads*512]
+  __nv_bfloat16* out;          // [R][heads*256]
+  uint32_t heads, splits;      // at most 128 splits
 };
 
 struct MergeParams {
@@ -290,6 +303,14 @@ struct PickParams {
   const uint32_t* map;           // [rows] or null
   uint32_t* out;                 // [n]
   uint32_t rows, ids;
+};
+
+struct ReportParams {
+  const uint32_t* picked;        // [n]
+  uint32_t* host;                // [n], memory of the host
+  uint32_t* done;                // there too
+  const uint32_t* number;        // of the launch, in the control block
+  uint32_t n, reserved;
 };
 
 struct WordsParams {

@@ -8,6 +8,7 @@
 //   table      decodes gathered rows of the n-gram table to FP32.
 //   ple_gate   gate of key and stream, v = gate*value (FP32), vn = its norm (BF16). Grid: stream, row.
 //   gather     copies the listed rows. Grid: list.
+//   report     picks and the launch's number to the host, which waits for the number. One block.
 //   words      random words: made-up weights and images. Grid: any.
 //   sizes      sizes and offsets of every parameter struct, compared with Go's at start.
 #include "common.cuh"
@@ -149,12 +150,14 @@ DEVICE uint64_t mixed(uint64_t i, uint32_t seed) {
 NINFER_KERNEL(words, WordsParams, 256, 1) {
   pdl();
   const uint64_t stride = (uint64_t)gridDim.x * 256;
+  if (p.kind == 12) {
+    for (uint64_t i = (uint64_t)blockIdx.x * 256 + threadIdx.x; i < p.bytes / 4; i += stride) ((uint32_t*)p.dst)[i] = i / 3;
+    return;
+  }
   for (uint64_t i = (uint64_t)blockIdx.x * 256 + threadIdx.x; i < (p.bytes + 7) / 8; i += stride) {
     uint64_t w = 0;
     if (p.kind == 8) {
       w = (mixed(i, p.seed) & p.mask) | p.fixed;
-    } else if (p.kind == 12) {
-      w = 2 * i / 3 | (2 * i + 1) / 3 << 32;
     } else {
       const uint32_t n = 8 / p.kind;
       for (uint32_t j = 0; j < n; j++) {  // the sum of four uniform values is close to normal; its variance is 4/12
@@ -169,6 +172,14 @@ NINFER_KERNEL(words, WordsParams, 256, 1) {
     else
       for (uint32_t k = 0; 8 * i + k < p.bytes; k++) ((uint8_t*)p.dst)[8 * i + k] = w >> (8 * k);
   }
+}
+
+NINFER_KERNEL(report, ReportParams, 32, 1) {
+  pdl();
+  for (uint32_t i = threadIdx.x; i < p.n; i += 32) p.host[i] = __ldcg(p.picked + i);
+  __threadfence_system();
+  __syncwarp();
+  if (threadIdx.x == 0) *(volatile uint32_t*)p.done = __ldcg(p.number);
 }
 
 NINFER_KERNEL(sizes, SizesParams, 32, 1) {

@@ -1,0 +1,334 @@
+// Attention of few rows over selected tokens, for the shapes of real models: index heads of 128, heads of 256, up to sixteen queries a key.
+//
+//   score_keys     index scores of complete blocks, half a warp a key. Grid: any, row.
+//   attend_group   a split of a row's attention for all queries of a key head: tensor instructions, scores and sums in FP32, weights as a
+//                  BF16 part and what that leaves. Grid: key head, row, split.
+//   merge_group    all splits of a head, times the output gate. Grid: head, row.
+//   select_blocks  the tokens a row attends to, ascending: best blocks, ties to the lower, and the tail. Any shape. Grid: segment, row.
+//
+// Splits depend on a row's own length only: company changes nothing.
+#include "common.cuh"
+
+NINFER_KERNEL(score_keys, ScoreParams, 256, 2) {
+  pdl();
+  const uint32_t r = blockIdx.y, lane = threadIdx.x % 32, l = lane % 16;
+  const Row row = p.rows[r];
+  const uint32_t n = (row.at + 1) / p.ratio;
+  if (n <= p.most) return;
+  const bf16* keys = p.keys + (uint64_t)row.slot * p.blocks * 128 + l * 8;
+  float q[4][8];
+#pragma unroll
+  for (int h = 0; h < 4; h++) {
+    const uint4 v = __ldcg((const uint4*)(p.iq + ((uint64_t)r * 4 + h) * 128 + l * 8));
+    q[h][0] = lo(v.x), q[h][1] = hi(v.x), q[h][2] = lo(v.y), q[h][3] = hi(v.y), q[h][4] = lo(v.z), q[h][5] = hi(v.z), q[h][6] = lo(v.w), q[h][7] = hi(v.w);
+  }
+  const float scale = 1.0f / sqrtf(128.0f);
+  const uint32_t step = gridDim.x * 16;
+  auto fetch = [&](uint32_t b) { return b < n ? __ldcg((const uint4*)(keys + (uint64_t)b * 128)) : make_uint4(0, 0, 0, 0); };
+  uint32_t first = blockIdx.x * 16 + threadIdx.x / 32 * 2;  // the same in both halves of a warp
+  uint4 next = fetch(first + lane / 16);
+  for (; first < n; first += step) {
+    const uint4 v = next;
+    next = fetch(first + step + lane / 16);
+    const float k[8] = {lo(v.x), hi(v.x), lo(v.y), hi(v.y), lo(v.z), hi(v.z), lo(v.w), hi(v.w)};
+    float sum = 0.0f;
+#pragma unroll
+    for (int h = 0; h < 4; h++) {
+      float s = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 8; i++) s = fmaf(k[i], q[h][i], s);
+#pragma unroll
+      for (int o = 8; o; o >>= 1) s += __shfl_xor_sync(~0u, s, o);
+      sum += fmaxf(s, 0.0f);
+    }
+    if (l == 0 && first + lane / 16 < n) p.scores[(uint64_t)r * p.blocks + first + lane / 16] = sum * scale;
+  }
+}
+
+static constexpr uint32_t kSegment = 8192;  // scores a block holds, eight a thread
+
+// Which of a block's keys, eight a thread in order, are among the best `most`: one bit each. Keys beyond `valid` do not count. before is how
+// many are taken by the threads before this one.
+DEVICE uint32_t best_of(const uint32_t* key, uint32_t valid, uint32_t most, uint32_t& before, uint32_t& taken) {
+  __shared__ uint32_t counts[2][2][32], scan[32];
+  const uint32_t t = threadIdx.x, warp = t / 32, lane = t % 32, own = min(8u, valid > t * 8 ? valid - t * 8 : 0u);
+  uint32_t threshold = 0, above = 0;  // of keys that are larger
+  if (valid > most) {
+    // The largest threshold that most keys reach, two bits at a time.
+    for (int shift = 30, turn = 0; shift >= 0; shift -= 2, turn ^= 1) {
+      uint32_t a = 0, b = 0;
+#pragma unroll
+      for (uint32_t i = 0; i < 8; i++)
+        if (i < own) {
+          a += (key[i] >= (threshold | 1u << shift) ? 1u : 0u) + (key[i] >= (threshold | 2u << shift) ? 1u << 16 : 0u);
+          b += key[i] >= (threshold | 3u << shift) ? 1u : 0u;
+        }
+      a = __reduce_add_sync(~0u, a), b = __reduce_add_sync(~0u, b);
+      if (lane == 0) counts[turn][0][warp] = a, counts[turn][1][warp] = b;
+      __syncthreads();
+      a = __reduce_add_sync(~0u, counts[turn][0][lane]), b = __reduce_add_sync(~0u, counts[turn][1][lane]);
+      if (b >= most) threshold |= 3u << shift;
+      else if (a >> 16 >= most) threshold |= 2u << shift;
+      else if ((a & 0xffff) >= most) threshold |= 1u << shift;
+    }
+  }
+  uint32_t larger = 0, equal = 0;
+#pragma unroll
+  for (uint32_t i = 0; i < 8; i++)
+    if (i < own) larger += key[i] > threshold, equal += key[i] == threshold;
+  // Counts of both before this thread, in one scan.
+  const uint32_t mine = larger << 16 | equal;
+  uint32_t sum = mine;
+#pragma unroll
+  for (int o = 1; o < 32; o <<= 1) {
+    const uint32_t other = __shfl_up_sync(~0u, sum, o);
+    if (lane >= o) sum += other;
+  }
+  __syncthreads();
+  if (lane == 31) scan[warp] = sum;
+  __syncthreads();
+  uint32_t rest = scan[lane];
+#pragma unroll
+  for (int o = 1; o < 32; o <<= 1) {
+    const uint32_t other = __shfl_up_sync(~0u, rest, o);
+    if (lane >= o) rest += other;
+  }
+  const uint32_t total = __shfl_sync(~0u, rest, 31), ahead = warp ? __shfl_sync(~0u, rest, warp ? warp - 1 : 0) : 0;
+  sum += ahead - mine;
+  above = total >> 16;
+  const uint32_t need = valid > most ? most - above : valid;  // of those that are equal
+  uint32_t ties = sum & 0xffff, bits = 0;
+  before = (sum >> 16) + min(ties, need);
+  taken = min(valid, most);
+#pragma unroll
+  for (uint32_t i = 0; i < 8; i++)
+    if (i < own) {
+      const bool tie = key[i] == threshold;
+      if (key[i] > threshold || (tie && ties < need)) bits |= 1u << i;
+      ties += tie;
+    }
+  return bits;
+}
+
+NINFER_KERNEL(select_blocks, SelectParams, 1024, 1) {
+  __shared__ bool last;
+  pdl();
+  const uint32_t r = blockIdx.y, segment = blockIdx.x, t = threadIdx.x;
+  const Row row = p.rows[r];
+  const uint32_t visible = row.at + 1, n = visible / p.ratio, segments = (n + kSegment - 1) / kSegment;
+  uint32_t* list = p.list + (uint64_t)r * p.list_ld;
+  if (n <= p.most) {
+    if (segment) return;
+    for (uint32_t i = t; i < visible; i += 1024) list[i] = i;
+    if (t == 0) p.count[r] = visible;
+    return;
+  }
+  if (segment >= segments) return;
+  uint32_t key[8], id[8], before, taken;
+  uint32_t valid = min(kSegment, n - segment * kSegment);
+  const float* scores = p.scores + (uint64_t)r * p.blocks + segment * kSegment;
+#pragma unroll
+  for (uint32_t i = 0; i < 8; i++) {
+    id[i] = segment * kSegment + t * 8 + i;
+    key[i] = t * 8 + i < valid ? float_key(__ldcg(scores + t * 8 + i)) : 0;
+  }
+  uint32_t bits = best_of(key, valid, p.most, before, taken);
+  if (segments > 1) {
+    // Each segment leaves its best in order; the last one to arrive chooses among them.
+    uint32_t* best = p.best + (uint64_t)r * gridDim.x * p.most * 2;
+#pragma unroll
+    for (uint32_t i = 0; i < 8; i++)
+      if (bits >> i & 1) {
+        *(uint2*)(best + ((uint64_t)segment * p.most + before) * 2) = make_uint2(key[i], id[i]);
+        before++;
+      }
+    __threadfence();
+    __syncthreads();
+    if (t == 0) {
+      last = atomicAdd(p.arrived + r, 1) == segments - 1;
+      if (last) p.arrived[r] = 0;
+    }
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    valid = (segments - 1) * p.most + min(p.most, n - (segments - 1) * kSegment);
+#pragma unroll
+    for (uint32_t i = 0; i < 8; i++) {
+      key[i] = id[i] = 0;
+      if (t * 8 + i < valid) {
+        const uint2 v = __ldcg((const uint2*)(best + (uint64_t)(t * 8 + i) * 2));
+        key[i] = v.x, id[i] = v.y;
+      }
+    }
+    bits = best_of(key, valid, p.most, before, taken);
+  }
+#pragma unroll
+  for (uint32_t i = 0; i < 8; i++)
+    if (bits >> i & 1) {
+      for (uint32_t j = 0; j < p.ratio; j++) list[before * p.ratio + j] = id[i] * p.ratio + j;
+      before++;
+    }
+  const uint32_t tail = visible - n * p.ratio;
+  if (t < tail) list[taken * p.ratio + t] = n * p.ratio + t;
+  if (t == 0) p.count[r] = taken * p.ratio + tail;
+}
+
+static constexpr int kGroup = 128;
+static constexpr uint32_t kKeys = 32;            // tokens at a time
+static constexpr uint32_t kPitch = 256 * 2 + 16;  // bytes of a row in shared memory
+
+// Tokens of one split: as few as make all splits suffice, in whole groups of kKeys.
+DEVICE uint32_t share_of(uint32_t n, uint32_t splits) { return ((n + splits - 1) / splits + kKeys - 1) / kKeys * kKeys; }
+
+DEVICE void tensor_bf16(float* acc, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+NINFER_KERNEL(attend_group, AttendGroupParams, kGroup, 1) {
+  __shared__ __align__(16) uint8_t query[16 * kPitch], value[kKeys * kPitch], weights[2][16][kKeys * 2 + 16];
+  __shared__ float most[4][16], total[4][16];
+  pdl();
+  const uint32_t kvh = blockIdx.x, r = blockIdx.y, split = blockIdx.z, t = threadIdx.x, warp = t / 32, lane = t % 32, g = lane / 4, q4 = lane % 4;
+  const Row row = p.rows[r];
+  const uint32_t group = p.heads / p.kv, n = __ldcg(p.count + r), share = share_of(n, p.splits);
+  const uint32_t begin = min(n, split * share), end = min(n, begin + share);
+  if (begin == end) return;  // the merge knows as well
+  const uint32_t* list = p.list + (uint64_t)r * p.list_ld;
+  const uint64_t plane = (uint64_t)row.slot * p.tokens * p.kv + kvh;  // heads of 256 values
+  for (uint32_t i = t; i < 16 * 32; i += kGroup) {
+    const uint32_t h = i / 32;
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (h < group) v = __ldcg((const uint4*)(p.q + ((uint64_t)r * p.heads + kvh * group + h) * 256) + i % 32);
+    *(uint4*)(query + h * kPitch + i % 32 * 16) = v;
+  }
+  float acc[8][4], top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
+#pragma unroll
+  for (int i = 0; i < 8; i++) acc[i][0] = acc[i][1] = acc[i][2] = acc[i][3] = 0.0f;
+  for (uint32_t at = begin; at < end; at += kKeys) {
+    const bool live = at + warp * 8 + g < end;
+    uint4 key[8];
+    {
+      const uint4* from = (const uint4*)(p.keys + (plane + (uint64_t)(live ? __ldcg(list + at + warp * 8 + g) : 0) * p.kv) * 256) + q4;
+#pragma unroll
+      for (int c = 0; c < 8; c++) key[c] = live ? from[c * 4] : make_uint4(0, 0, 0, 0);
+    }
+    __syncthreads();  // the values of the round before have been used
+    {
+      const uint32_t k = t / 4;
+      const bool on = at + k < end;
+      const uint4* from = (const uint4*)(p.values + (plane + (uint64_t)(on ? __ldcg(list + at + k) : 0) * p.kv) * 256) + t % 4;
+#pragma unroll
+      for (int i = 0; i < 8; i++) *(uint4*)(value + k * kPitch + (t % 4 + 4 * i) * 16) = on ? from[4 * i] : make_uint4(0, 0, 0, 0);
+    }
+    if (at == begin) __syncthreads();  // the queries are there
+    float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int c = 0; c < 8; c++) {
+      const uint4 a = *(const uint4*)(query + g * kPitch + c * 64 + q4 * 16), b = *(const uint4*)(query + (g + 8) * kPitch + c * 64 + q4 * 16);
+      tensor_bf16(s, a.x, b.x, a.y, b.y, key[c].x, key[c].y);
+      tensor_bf16(s, a.z, b.z, a.w, b.w, key[c].z, key[c].w);
+    }
+    // s[0..1]: query g, keys 2*q4 and one more of the warp's eight; s[2..3]: query g+8.
+#pragma unroll
+    for (int i = 0; i < 4; i++) s[i] = at + warp * 8 + 2 * q4 + i % 2 < end ? s[i] * 0.0625f : -INFINITY;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      float m = fmaxf(s[2 * i], s[2 * i + 1]);
+      m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
+      m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
+      if (q4 == 0) most[warp][g + 8 * i] = m;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const uint32_t h = g + 8 * i;
+      const float now = fmaxf(top[i], fmaxf(fmaxf(most[0][h], most[1][h]), fmaxf(most[2][h], most[3][h])));
+      const float old = expf(top[i] - now), e0 = expf(s[2 * i] - now), e1 = expf(s[2 * i + 1] - now);
+      top[i] = now;
+      float e = e0 + e1;
+      e += __shfl_xor_sync(~0u, e, 1);
+      e += __shfl_xor_sync(~0u, e, 2);
+      sum[i] = sum[i] * old + e;  // of this warp's keys
+#pragma unroll
+      for (int j = 0; j < 8; j++) acc[j][2 * i] *= old, acc[j][2 * i + 1] *= old;
+      const bf16 h0 = to_bf16(e0), h1 = to_bf16(e1);
+      bf16* w = (bf16*)weights[0][h] + warp * 8 + 2 * q4;
+      w[0] = h0, w[1] = h1;
+      w = (bf16*)weights[1][h] + warp * 8 + 2 * q4;
+      w[0] = to_bf16(e0 - from_bf16(h0)), w[1] = to_bf16(e1 - from_bf16(h1));
+    }
+    __syncthreads();
+    // This warp's 64 columns of weights times values.
+#pragma unroll
+    for (int kk = 0; kk < 2; kk++) {
+      uint32_t a[2][4];
+#pragma unroll
+      for (int part = 0; part < 2; part++) {
+        a[part][0] = *(const uint32_t*)(weights[part][g] + (kk * 16 + 2 * q4) * 2);
+        a[part][1] = *(const uint32_t*)(weights[part][g + 8] + (kk * 16 + 2 * q4) * 2);
+        a[part][2] = *(const uint32_t*)(weights[part][g] + (kk * 16 + 2 * q4 + 8) * 2);
+        a[part][3] = *(const uint32_t*)(weights[part][g + 8] + (kk * 16 + 2 * q4 + 8) * 2);
+      }
+#pragma unroll
+      for (int j = 0; j < 8; j += 2) {
+        const uint32_t from = (uint32_t)__cvta_generic_to_shared(value) + (kk * 16 + lane / 8 % 2 * 8 + lane % 8) * kPitch + (warp * 64 + j * 8 + lane / 16 * 8) * 2;
+        uint32_t b[4];
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(from) : "memory");
+#pragma unroll
+        for (int part = 0; part < 2; part++) {
+          tensor_bf16(acc[j], a[part][0], a[part][1], a[part][2], a[part][3], b[0], b[1]);
+          tensor_bf16(acc[j + 1], a[part][0], a[part][1], a[part][2], a[part][3], b[2], b[3]);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    if (q4 == 0) total[warp][g + 8 * i] = sum[i];
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const uint32_t h = g + 8 * i;
+    if (h >= group) continue;
+    const uint64_t to = ((uint64_t)r * p.heads + kvh * group + h) * p.splits + split;
+#pragma unroll
+    for (int j = 0; j < 8; j++) *(float2*)(p.partial + to * 256 + warp * 64 + j * 8 + 2 * q4) = make_float2(acc[j][2 * i], acc[j][2 * i + 1]);
+    if (warp == 0 && q4 == 0) *(float2*)(p.sums + to * 2) = make_float2(top[i], total[0][h] + total[1][h] + total[2][h] + total[3][h]);
+  }
+}
+
+static constexpr int kMerge = 1024;
+static constexpr uint32_t kSplits = 128;  // at most
+
+NINFER_KERNEL(merge_group, MergeGroupParams, kMerge, 1) {
+  __shared__ float factor[kSplits], part[4][256], shared[33];
+  pdl_wait();
+  const uint32_t head = blockIdx.x, r = blockIdx.y, t = threadIdx.x, c = t % 256, quarter = t / 256;
+  const uint32_t n = __ldcg(p.count + r), share = share_of(n, p.splits), used = (n + share - 1) / share;
+  const uint64_t from = ((uint64_t)r * p.heads + head) * p.splits;
+  const float gate = from_bf16(p.qg[((uint64_t)r * p.heads + head) * 512 + 256 + c]);
+  if (t < kSplits) {
+    const float2 s = t < used ? __ldcg((const float2*)p.sums + from + t) : make_float2(-INFINITY, 0.0f);
+    float top = s.x;
+#pragma unroll
+    for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+    if (t % 32 == 0) shared[t / 32] = top;
+    asm volatile("bar.sync 1, 128;" ::: "memory");
+    top = fmaxf(fmaxf(shared[0], shared[1]), fmaxf(shared[2], shared[3]));
+    const float e = t < used ? expf(s.x - top) : 0.0f;
+    factor[t] = e;
+    const float sum = warp_sum(e * s.y);
+    if (t % 32 == 0) shared[8 + t / 32] = sum;
+  }
+  __syncthreads();
+  float v = 0.0f;
+#pragma unroll 8
+  for (uint32_t i = quarter; i < used; i += 4) v = fmaf(factor[i], __ldcg(p.partial + (from + i) * 256 + c), v);
+  part[quarter][c] = v;
+  pdl_trigger();  // the output projection's weights must not stand in the way of these
+  __syncthreads();
+  if (quarter) return;
+  v = part[0][c] + part[1][c] + part[2][c] + part[3][c];
+  p.out[((uint64_t)r * p.heads + head) * 256 + c] = to_bf16(v / (shared[8] + shared[9] + shared[10] + shared[11]) * sigmoid(gate));
+}
