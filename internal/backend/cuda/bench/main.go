@@ -36,7 +36,8 @@ type row struct {
 	FloorMs         float64 `json:"floor_ms"`
 	Ratio           float64 `json:"ratio"`
 	ReadGbps        float64 `json:"read_gbps"`
-	DistinctExperts int     `json:"distinct_experts"`
+	DistinctExperts float64 `json:"distinct_experts"`
+	TokensPerS      float64 `json:"tokens_per_s,omitzero"`
 	Commit          string  `json:"commit"`
 	Command         string  `json:"command"`
 }

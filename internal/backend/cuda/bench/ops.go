@@ -73,7 +73,7 @@ func (b *bench) report(name, variant string, batch int, bytes uint64, t timing, 
 	}
 	b.rows = append(b.rows, row{
 		What: "kernel", Name: name, Variant: variant, Context: tokens, Batch: batch, Us: t.median, Bytes: bytes,
-		FloorMs: float64(bytes) / max(b.read, 1) / 1000, Ratio: ratio, ReadGbps: b.read / 1000, DistinctExperts: distinct, Commit: b.commit, Command: b.command,
+		FloorMs: float64(bytes) / max(b.read, 1) / 1000, Ratio: ratio, ReadGbps: b.read / 1000, DistinctExperts: float64(distinct), Commit: b.commit, Command: b.command,
 	})
 }
 

@@ -41,8 +41,11 @@ func TestCommittedRows(t *testing.T) {
 				t.Errorf("%s: %s %s twice", path, name, variant)
 			}
 			seen[key] = true
-			if what != "kernel" && what != "load" || num("read_gbps") == 0 {
-				continue // the step's rows are measured elsewhere; yardsticks before the read stream have no rate
+			if what == "decode" && (num("read_gbps") == 0 || num("distinct_experts") == 0 || num("us") == 0 || math.Abs(num("tokens_per_s")*num("us")/num("batch")/1e6-1) > 1e-6) {
+				t.Errorf("%s: %s %s: row %v", path, name, variant, r)
+			}
+			if what != "kernel" && what != "load" && what != "decode" || num("read_gbps") == 0 {
+				continue // prefill and rounds are measured elsewhere; yardsticks before the read stream have no rate
 			}
 			floor := num("bytes") / num("read_gbps") / 1e6 // ms
 			if math.Abs(floor-num("floor_ms")) > 1e-3*floor {
