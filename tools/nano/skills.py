@@ -15,6 +15,7 @@ triangle number letter message answer question morning evening midnight january 
 north south green purple golden heavy light quick quiet gentle clever brave bright broken hidden frozen wooden little narrow simple
 dance travel gather follow listen wonder open close build carry paint write read sing walk jump climb swim laugh sleep dream
 brown black white blue red grey pink table chair lamp clock phone book door floor wall roof street road train plane boat wheel
+one two three four five six seven eight nine ten the quick brown fox jumps over lazy dog hello world foo bar baz
 doctor farmer teacher painter driver sailor baker singer writer hunter king queen prince child friend brother sister mother father""".split()
 NAMES = """Anna Ben Clara David Emma Felix Grace Henry Ida Jonas Karin Leo Maria Noah Olga Paul Rosa Simon Tina Ulrich Vera Walter Yara Zoe Alice Bob
 Carol Dennis Elena Frank Greta Hugo Irene Jack Kate Liam Mia Nina Oscar Petra Quinn Robert Sara Tom Uma Victor Wendy Xavier Yusuf Amir
@@ -114,6 +115,8 @@ def reverse(rng, held=False):
         items = [rng.choice(WORDS) if rng.random() < .7 else str(rng.randint(0, 99)) for _ in range(rng.randint(2, 6))]
         sep = rng.choice([" ", ", "]); shown = sep.join(items); out = sep.join(items[::-1]); k = "list"; steps = "Last to first."
     ask = rng.choice(REV_HELD if held else REV)
+    if kind == "l" and not held and rng.random() < .2:
+        ask = rng.choice(["Reverse the words: {}", "Reverse the order of the words: {}", "Reverse these words: {}", "Write the words backwards, last first: {}"])
     if kind == "l" and ask in ("Spell backwards: {}", "Write backwards: {}", "What is {} backwards?"):
         ask = "Reverse the list: {}"
     return talk(rng, held, ask.format(shown, k=k), out, [steps], dict(kind="exact", text=out), 64, think=0.4)
@@ -227,7 +230,7 @@ def order(rng):
 
 
 JSON_ASK = ["Extract the fields as JSON.\nSchema: {s}\nText: {t}", "{t}\nWrite this as JSON with the keys {k}.", "Return JSON with {k}: {t}", "Schema: {s}\n\n{t}", "Turn the sentence into JSON ({k}).\n{t}", "Read the text and answer with JSON that follows this schema.\n{s}\n\nText: {t}",
-            "Text: {t}\nGive me a JSON object with the keys {k}.", "Answer in JSON only. Keys: {k}. Text: {t}", "JSON schema: {s}\nFill it from: {t}"]
+            "Text: {t}\nGive me a JSON object with the keys {k}.", "Answer in JSON only. Keys: {k}. Text: {t}", "JSON schema: {s}\nFill it from: {t}", "Write as JSON ({k}): {t}"]
 JSON_HELD = ["Convert the text to JSON with the keys {k}. Text: {t}", "Write JSON that follows the schema {s} for this text: {t}"]
 
 
@@ -244,8 +247,16 @@ def schema(fields, rng):
 def to_json(rng, held=False):
     text, fields = person(rng) if rng.random() < .6 else order(rng)
     want = [f for f in fields if rng.random() < .85] or fields[:1]
+    if not held and rng.random() < .15:
+        say = lambda v: v if isinstance(v, str) else json.dumps(v)
+        text = rng.choice([", ", "; ", "\n"]).join(f[0] + rng.choice([" ", ": ", " is ", " = "]) + say(f[2]) for f in fields)
     if rng.random() < .3:
         rng.shuffle(want)
+    if not held and rng.random() < .08:          # no keys named: all of them
+        want = fields
+        value = {f[0]: f[2] for f in want}
+        ask = rng.choice(["Write as JSON: {}", "Turn this into JSON: {}", "As JSON, please: {}", "JSON: {}"]).format(", ".join(f[0] + " " + (f[2] if isinstance(f[2], str) else json.dumps(f[2])) for f in want))
+        return talk(rng, held, ask, json.dumps(value), ["The keys are " + ", ".join(value) + "."], dict(kind="json", value=value), 128, think=0.25)
     value = {f[0]: f[2] for f in want}
     ask = rng.choice(JSON_HELD if held else JSON_ASK).format(s=schema(want, rng), t=text, k=", ".join(f[0] for f in want))
     return talk(rng, held, ask, json.dumps(value), ["The keys are " + ", ".join(value) + ".", "I take the values from the text."], dict(kind="json", value=value), 128, think=0.25)

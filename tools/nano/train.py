@@ -5,7 +5,7 @@ usage: python train.py --out DIR --seconds N [--resume CHECKPOINT] [--export-eve
 One run of N seconds is warm-up, a long stage, and a decay over the last part. The last third is done on the grid of the stored formats
 and with more documentation. DIR gets log.txt lines on stdout, state.pt (exact weights and optimisers) and, at every export, checkpoint/.
 --resume starts from a checkpoint's weights, or goes on from state.pt in DIR if there is one. A number in DIR/seconds replaces N; with a
-unix time in DIR/deadline the run ends then.
+unix time in DIR/deadline the run ends then; a file DIR/stop ends it now, to be gone on with.
 """
 import argparse, json, math, os, random, shutil, threading, time, queue as queues, traceback
 
@@ -165,14 +165,16 @@ def main():
             with open(a.out + "/corpus_tokenizer.txt", "w") as f:
                 f.write("\n".join(data.corpus()))
             say("tokenizer ids", export.write_frontend(ck, a.out + "/corpus_tokenizer.txt"))
-    stream = data.Stream(ck + "/tokenizer.json", a.seed, a.workers, ROWS, LENGTH)     # before CUDA starts: the workers are forked
+    state = a.out + "/state.pt"
+    seed = a.seed + (int(os.path.getmtime(state)) if os.path.exists(state) else 0)       # other documents after a pause
+    stream = data.Stream(ck + "/tokenizer.json", seed, a.workers, ROWS, LENGTH)     # before CUDA starts: the workers are forked
     torch.manual_seed(a.seed); torch.set_float32_matmul_precision("high")
     nano = model.Nano().cuda()
     initialise(nano)
     opt = optim.Both(nano)
     used = 0.0
-    if os.path.exists(a.out + "/state.pt"):
-        s = torch.load(a.out + "/state.pt", map_location="cuda")
+    if os.path.exists(state):
+        s = torch.load(state, map_location="cuda")
         with torch.no_grad():
             for n, p in nano.named_parameters():
                 p.copy_(s["weights"][n])
@@ -216,7 +218,7 @@ def main():
         if t0 and step % 20 == 0 and os.path.exists(a.out + "/deadline"):
             a.seconds = spent + max(0.0, float(open(a.out + "/deadline").read() or 0) - now)
         f = min(1.0, spent / a.seconds)
-        if f >= 1 or (a.until and now > a.until):
+        if f >= 1 or (a.until and now > a.until) or step % 20 == 0 and os.path.exists(a.out + "/stop"):
             break
         stream.late.value = int(f >= a.late_from)
         if a.profile and step in (12, 14):
@@ -284,7 +286,8 @@ def main():
     used = min(spent, a.seconds)
     save(True)
     stop.set(); stream.stop()
-    open(a.out + "/done", "w").write("1")
+    if not os.path.exists(a.out + "/stop"):
+        open(a.out + "/done", "w").write("1")
     say("done; steps", step)
     os._exit(0)                                          # compilers' helpers may not want to end
 
