@@ -94,15 +94,20 @@ func Compare(ctx context.Context, base, other *Subject, prompts []Prompt, most i
 // compare is the comparison on one prompt; size is the sum of the changes without sign.
 func compare(ctx context.Context, base, other *Subject, p Prompt, most int) (a Answer, size float64, err error) {
 	a = Answer{Prompt: p.Name, Flips: []Flip{}}
+	var answer []int32
 	var rows [][]float32
-	answer, err := base.Continue(ctx, p.IDs, most, p.Stops, func(_ int32, logits []float32) { rows = append(rows, slices.Clone(logits)) })
+	err = base.steps(ctx, p.IDs, func(logits []float32) (int32, bool) {
+		id := Best(logits)
+		answer, rows = append(answer, id), append(rows, slices.Clone(logits))
+		return id, len(answer) < most && !p.Stops[id]
+	})
 	if err != nil {
 		return a, 0, err
 	}
-	a.Tokens = len(answer)
-	tokens := slices.Concat(p.IDs, answer[:len(answer)-1])
-	err = other.Rows(ctx, tokens, len(p.IDs)-1, func(at int, logits []float32) error {
-		i := at - (len(p.IDs) - 1)
+	// The other runs the tokens one by one too: a state in BF16 is rounded at every step of generation.
+	err = other.steps(ctx, p.IDs, func(logits []float32) (int32, bool) {
+		i := a.Tokens
+		a.Tokens++
 		id, row := answer[i], rows[i]
 		mine, theirs := LogSum(row), LogSum(logits)
 		x, y := float64(row[id])-mine, float64(logits[id])-theirs
@@ -116,13 +121,13 @@ func compare(ctx context.Context, base, other *Subject, p Prompt, most int) (a A
 		if pick := Best(logits); pick != id {
 			a.Flips = append(a.Flips, Flip{p.Name, i, id, pick, float64(row[id]) - float64(row[pick])})
 		}
-		return nil
+		return id, a.Tokens < len(answer)
 	})
 	if err != nil {
 		return a, 0, err
 	}
 	a.KL = max(a.KL, 0) // less than nothing by rounding only
-	free, err := other.Continue(ctx, p.IDs, most, p.Stops, nil)
+	free, err := other.Continue(ctx, p.IDs, most, p.Stops)
 	if err != nil {
 		return a, 0, err
 	}

@@ -213,7 +213,7 @@ func TestCompareSame(t *testing.T) {
 	if c.Answers[0].Tokens != len(greedy) || c.Answers[1].Tokens > 2 {
 		t.Errorf("%d and %d tokens", c.Answers[0].Tokens, c.Answers[1].Tokens)
 	}
-	got, err := subject(t, m, 64).Continue(context1, tokens, len(greedy), nil, nil)
+	got, err := subject(t, m, 64).Continue(context1, tokens, len(greedy), nil)
 	if err != nil || !slices.Equal(got, greedy) {
 		t.Errorf("continues with %v, the reference with %v: %v", got, greedy, err)
 	}
@@ -237,7 +237,7 @@ func TestCompareOther(t *testing.T) {
 		t.Fatal(err)
 	}
 	// The same again with single passes and plain sums.
-	answer, err := subject(t, base, 64).Continue(context1, tokens, most, nil, nil)
+	answer, err := subject(t, base, 64).Continue(context1, tokens, most, nil)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -51,32 +51,36 @@ func (s *Subject) Rows(ctx context.Context, tokens []int32, first int, f func(at
 	return nil
 }
 
-// Continue runs a prompt and then greedily generates up to most tokens, the last of which may be one of stops. f is called for every
-// generated token with the logits that it was chosen from, valid during the call only; it may be nil.
-func (s *Subject) Continue(ctx context.Context, prompt []int32, most int, stops map[int32]bool, f func(id int32, logits []float32)) ([]int32, error) {
+// Continue runs a prompt and then greedily generates up to most tokens, the last of which may be one of stops.
+func (s *Subject) Continue(ctx context.Context, prompt []int32, most int, stops map[int32]bool) ([]int32, error) {
 	var out []int32
-	next := func(logits []float32) {
+	err := s.steps(ctx, prompt, func(logits []float32) (int32, bool) {
 		id := Best(logits)
 		out = append(out, id)
-		if f != nil {
-			f(id, logits)
-		}
-	}
+		return id, len(out) < most && !stops[id]
+	})
+	return out, err
+}
+
+// steps runs a prompt and then tokens one by one, as generation does. choose gets the logits of the last row, valid during the call only,
+// and says which token follows, and whether it is to run too.
+func (s *Subject) steps(ctx context.Context, prompt []int32, choose func(logits []float32) (id int32, more bool)) error {
+	var id int32
+	more := false
 	err := s.Rows(ctx, prompt, len(prompt)-1, func(_ int, logits []float32) error {
-		next(logits)
+		id, more = choose(logits)
 		return nil
 	})
-	for err == nil && len(out) < most && !stops[out[len(out)-1]] {
+	for err == nil && more {
 		if err = ctx.Err(); err != nil {
 			break
 		}
 		var res backend.LaneResult
-		res, err = s.Runner.Prompt(backend.LaneRows{Tokens: out[len(out)-1:], Want: backend.WantLogits})
-		if err == nil {
-			next(res.Logits[0][:s.IDs])
+		if res, err = s.Runner.Prompt(backend.LaneRows{Tokens: []int32{id}, Want: backend.WantLogits}); err == nil {
+			id, more = choose(res.Logits[0][:s.IDs])
 		}
 	}
-	return out, err
+	return err
 }
 
 // LogSum is the logarithm of the sum of the exponentials of logits.
