@@ -2,7 +2,7 @@
 export GOTOOLCHAIN := go1.27.3
 export CGO_ENABLED := 0
 
-.PHONY: build test ci fuzz convert-speed convert-crash
+.PHONY: build test ci fuzz soak company policy convert-speed convert-crash
 
 build:
 	go build -o bin/ninfer ./cmd/ninfer
@@ -32,3 +32,20 @@ convert-speed:
 	go test -run '^$$' -bench BenchmarkEncoders ./internal/num
 convert-crash:
 	NINFER_CONVERT_CRASH=$(WORK) go test -count=1 -v -timeout 3h -run 'TestCrash' ./internal/convert
+
+# A server under 212 clients that come and leave for SOAK, built with the race detector, which needs a C compiler: every finished answer
+# right, goroutines, memory and pages flat; prints latencies.
+SOAK ?= 10m
+soak:
+	CGO_ENABLED=1 NINFER_SOAK=$(SOAK) go test -race -count=1 -v -timeout 12h -run 'TestSoak' ./internal/server
+
+# COMPANY requests side by side against each alone, 200 on the oracle, and SAMPLES sampled sequences with drafts against their distribution.
+COMPANY ?= 50000
+SAMPLES ?= 20000
+company:
+	NINFER_COMPANY=$(COMPANY) NINFER_SAMPLES=$(SAMPLES) go test -count=1 -v -timeout 12h -run 'TestCompany|TestSampledSpeculation' ./internal/engine
+
+# The adaptive draft policy beside fixed numbers of drafts, in tokens a second: POLICY is micro, or an artifact whose drafts mean something.
+POLICY ?= micro
+policy:
+	NINFER_POLICY=$(POLICY) go test -count=1 -v -timeout 2h -run 'TestAdaptiveAgainstFixed' ./internal/engine

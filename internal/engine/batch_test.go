@@ -6,6 +6,7 @@ import (
 	"os"
 	"slices"
 	"strconv"
+	"sync"
 	"testing"
 
 	"ninfer/internal/backend"
@@ -133,17 +134,25 @@ func TestCompany(t *testing.T) {
 		n = v
 	}
 	m := modeltest.Micro(t)
-	const batch = 50
+	const batch, storms = 50, 10 // of each set of requests
+	var mu sync.Mutex            // above what it guards
 	accepted := map[int]int{}
-	var all []job
-	for i := range uint64((n + batch - 1) / batch) {
-		if i%10 == 0 {
-			all = jobs(t, m, rand.New(rand.NewPCG(i, 8)), batch, cpu.NewFast)
+	t.Run("sets", func(t *testing.T) { // as many at a time as there are processors
+		for set := range (n + batch*storms - 1) / (batch * storms) {
+			t.Run(strconv.Itoa(set), func(t *testing.T) {
+				t.Parallel()
+				all := jobs(t, m, rand.New(rand.NewPCG(uint64(set), 8)), batch, cpu.NewFast)
+				for i := range min(storms, (n-set*batch*storms+batch-1)/batch) {
+					counts := storm(t, m, all, uint64(set*storms+i), cpu.NewFast)
+					mu.Lock()
+					for k, c := range counts {
+						accepted[k] += c
+					}
+					mu.Unlock()
+				}
+			})
 		}
-		for k, c := range storm(t, m, all, i, cpu.NewFast) {
-			accepted[k] += c
-		}
-	}
+	})
 	for k := 1; k <= 5; k++ {
 		if accepted[k] == 0 {
 			t.Errorf("no draft was accepted at position %d", k)

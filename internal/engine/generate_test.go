@@ -27,7 +27,7 @@ func newBatch(t testing.TB, m *model.Model, lanes, context int) single {
 }
 
 func newOn(t testing.TB, m *model.Model, lanes, context int, open func(cpu.Options) backend.Device) single {
-	dev := open(cpu.Options{States: m.States, Lanes: lanes, Tokens: 160, Verify: 6, Carry: 64})
+	dev := open(cpu.Options{States: m.States, Lanes: lanes, Tokens: 160, Verify: 6, Carry: 64, Threads: 1})
 	t.Cleanup(func() { dev.Close() })
 	r := model.NewRunner(m, dev, 32)
 	b, err := engine.NewBatch(r, engine.BatchOptions{Limits: engine.Limits{Lanes: lanes, Pages: 3 * lanes, Pending: 100}, Context: context})

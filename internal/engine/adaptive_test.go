@@ -1,0 +1,141 @@
+package engine_test
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"slices"
+	"testing"
+	"time"
+
+	"ninfer/internal/artifact"
+	"ninfer/internal/backend/cpu"
+	"ninfer/internal/engine"
+	"ninfer/internal/model"
+	"ninfer/internal/model/modeltest"
+)
+
+// TestAdaptiveAgainstFixed measures committed tokens a second of a mixed workload with each fixed number of drafts and with the adaptive
+// policy, one after the other, over and over: medians count. NINFER_POLICY is "micro", for drafts that are right as often as a request's
+// kind wants, or the path of an artifact whose own drafts are taken, or empty for nothing.
+func TestAdaptiveAgainstFixed(t *testing.T) {
+	path := os.Getenv("NINFER_POLICY")
+	if path == "" {
+		t.Skip("NINFER_POLICY is not set")
+	}
+	const lanes, most, output, room = 4, 5, 64, 192
+	var m *model.Model
+	rng := rand.New(rand.NewPCG(4, 44))
+	if path == "micro" {
+		m = modeltest.Micro(t)
+	} else {
+		m = bound(t, path)
+	}
+	ids := m.Options.IDs
+	var requests []engine.Request
+	for i := range 24 {
+		prompt := make([]int32, 8+rng.IntN(80))
+		for j := range prompt {
+			if prompt[j] = int32(rng.IntN(ids)); i%3 == 0 && j >= 8 { // repetitive text is easy to draft
+				prompt[j] = prompt[j-8]
+			}
+		}
+		requests = append(requests, engine.Request{Prompt: prompt, MaxNew: output})
+	}
+	dev := cpu.NewFast(cpu.Options{States: m.States, Lanes: lanes, Tokens: room, Verify: most + 1, Carry: 140})
+	defer dev.Close()
+	r := model.NewRunner(m, dev, 128)
+	batch := func(adaptive bool) *engine.Batch {
+		b, err := engine.NewBatch(r, engine.BatchOptions{
+			Limits: engine.Limits{Lanes: lanes, Pages: 3 * lanes, Pending: len(requests), GapRows: 128}, Context: room, Adaptive: adaptive,
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return b
+	}
+	var known [][]int32
+	for _, req := range requests {
+		out, err := batch(false).Run(context.Background(), req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		known = append(known, out.IDs)
+	}
+	id := engine.RequestID(0)
+	run := func(b *engine.Batch, k int) (float64, float64) {
+		start, tokens, drafted, accepted := time.Now(), 0, 0, 0
+		for i, req := range requests {
+			if req.Draft = k; path == "micro" && k > 0 {
+				right := []float64{0.95, 0.6, 0.15}[i%3]
+				rng := rand.New(rand.NewPCG(uint64(i), 45))
+				req.Drafter = truth(known[i], func(int, int) bool { return rng.Float64() > right })
+			}
+			id++
+			err := b.Add(context.Background(), id, req, nil, func(out engine.Outcome, err error) {
+				if err != nil || !slices.Equal(out.IDs, known[i]) {
+					t.Errorf("request %d with %d drafts: %v, %v, want %v", i, k, out.IDs, err, known[i])
+				}
+				tokens += len(out.IDs)
+				drafted += out.Stats.Drafted
+				accepted += out.Stats.Accepted
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+		for busy := true; busy; {
+			var err error
+			if busy, err = b.Step(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		return float64(tokens) / time.Since(start).Seconds(), float64(accepted) / max(1, float64(drafted))
+	}
+	names := []string{"plain"}
+	batches := []*engine.Batch{batch(false)}
+	for k := 1; k <= most; k++ {
+		names, batches = append(names, fmt.Sprint(k, " drafts")), append(batches, batch(false))
+	}
+	names, batches = append(names, "adaptive"), append(batches, batch(true))
+	rates, accepted := make([][]float64, len(batches)), make([]float64, len(batches))
+	const rounds = 9
+	for range rounds {
+		for i, b := range batches {
+			rate, part := run(b, min(i, most))
+			rates[i] = append(rates[i], rate)
+			accepted[i] = part
+		}
+	}
+	best := 0.0
+	for i, v := range rates {
+		slices.Sort(v)
+		t.Logf("%-9s %7.1f committed tokens a second (%.1f to %.1f), %2.0f %% of drafts accepted", names[i], v[rounds/2], v[0], v[rounds-1], 100*accepted[i])
+		if i > 0 && i <= most {
+			best = max(best, v[rounds/2])
+		}
+	}
+	if got := rates[len(rates)-1][rounds/2]; got < 0.97*best {
+		t.Errorf("adaptive is %.1f %% behind the best fixed number", 100*(1-got/best))
+	}
+}
+
+// bound binds an artifact with its drafter.
+func bound(t *testing.T, path string) *model.Model {
+	t.Helper()
+	f, err := artifact.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { f.Close() })
+	store, err := model.NewArtifact(f)
+	if err != nil {
+		t.Fatal(err)
+	}
+	m, err := model.Bind(store.Config(), store, model.Options{Drafter: true, IDs: store.Config().Text.VocabSize})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return m
+}
