@@ -136,19 +136,9 @@ type samplingFlags struct {
 }
 
 func (f *samplingFlags) check() error {
-	for _, r := range []struct {
-		name     string
-		v        *float64
-		low, top float64
-	}{
-		{"temperature", f.Temperature, 0, 2},
-		{"top-p", f.TopP, 0, 1},
-		{"min-p", f.MinP, 0, 1},
-		{"presence-penalty", f.PresencePenalty, -2, 2},
-		{"frequency-penalty", f.FrequencyPenalty, -2, 2},
-	} {
-		if r.v != nil && !(*r.v >= r.low && *r.v <= r.top) {
-			return usagef("--%s is %v, need %v to %v", r.name, *r.v, r.low, r.top)
+	for _, r := range f.settings().Ranges() {
+		if !r.Holds() {
+			return usagef("--%s is %v, need %v to %v", strings.ReplaceAll(r.Param, "_", "-"), *r.Value, r.Low, r.High)
 		}
 	}
 	if f.TopK != nil && (*f.TopK < 0 || *f.TopK > engine.TopKLimit) {
@@ -172,10 +162,14 @@ func (f *samplingFlags) small() {
 func (f *samplingFlags) front(context int) front.Options {
 	return front.Options{
 		Context: context, NoThinking: f.NoThinking, PreserveThinking: f.PreserveThinking, Greedy: f.Greedy,
-		Sampling: front.Settings{
-			Temperature: f.Temperature, TopP: f.TopP, TopK: f.TopK, MinP: f.MinP,
-			Presence: f.PresencePenalty, Frequency: f.FrequencyPenalty, Seed: f.Seed,
-		},
+		Sampling: f.settings(),
+	}
+}
+
+func (f *samplingFlags) settings() front.Settings {
+	return front.Settings{
+		Temperature: f.Temperature, TopP: f.TopP, TopK: f.TopK, MinP: f.MinP,
+		Presence: f.PresencePenalty, Frequency: f.FrequencyPenalty, Seed: f.Seed,
 	}
 }
 

@@ -25,21 +25,31 @@ type Settings struct {
 	Seed                                         *uint64
 }
 
-// check holds the ranges (product.md 4.1). NaN is in none.
-func (s Settings) check() error {
-	for _, r := range []struct {
-		param     string
-		v         *float64
-		low, high float64
-	}{
+// Range is a value that was chosen, or nil, and the limits it must keep to (product.md 4.1).
+type Range struct {
+	Param     string // as in requests; flags have hyphens
+	Value     *float64
+	Low, High float64
+}
+
+// Holds tells whether the value is inside or not chosen. NaN is never inside.
+func (r Range) Holds() bool { return r.Value == nil || *r.Value >= r.Low && *r.Value <= r.High }
+
+// Ranges are those of all settings but TopK and Seed.
+func (s Settings) Ranges() [5]Range {
+	return [5]Range{
 		{"temperature", s.Temperature, 0, 2},
 		{"top_p", s.TopP, 0, 1},
 		{"min_p", s.MinP, 0, 1},
 		{"presence_penalty", s.Presence, -2, 2},
 		{"frequency_penalty", s.Frequency, -2, 2},
-	} {
-		if r.v != nil && !(*r.v >= r.low && *r.v <= r.high) {
-			return refuse(CodeInvalidValue, r.param, "%s is %v, must be between %v and %v", r.param, *r.v, r.low, r.high)
+	}
+}
+
+func (s Settings) check() error {
+	for _, r := range s.Ranges() {
+		if !r.Holds() {
+			return refuse(CodeInvalidValue, r.Param, "%s is %v, must be between %v and %v", r.Param, *r.Value, r.Low, r.High)
 		}
 	}
 	if s.TopK != nil && *s.TopK < -1 {
