@@ -110,7 +110,7 @@ func (s *Server) chat(x *exchange) {
 		if err != nil {
 			return nil, nil, false, err
 		}
-		g.wanted = req.logprobs
+		g.wanted, g.timed = req.logprobs, req.tokenTimings
 		return &chatCall{generation: g, request: req, id: "chatcmpl-" + randomHex(8)}, &req.front, req.stream, nil
 	})
 }
@@ -170,7 +170,8 @@ func (c *chatCall) chunk(d delta, finish *string) chunk {
 }
 
 func (c *chatCall) show(ev *events, items []item) error {
-	for i, it := range items {
+	for i := range items {
+		it := &items[i] // a copy of each would be most of what a stream allocates
 		// Nearly all events are these two.
 		if kind := it.event.Kind; !it.progress && !c.request.tokenTimings && (kind == front.Reasoning || kind == front.Answer) {
 			f := c.content
@@ -186,7 +187,7 @@ func (c *chatCall) show(ev *events, items []item) error {
 		switch {
 		case it.progress && c.request.progress:
 			k = c.chunk(delta{}, nil)
-			k.Progress = c.generation.progress(it)
+			k.Progress = c.generation.progress(*it)
 		case it.progress:
 			continue
 		case it.event.Kind == front.Reasoning:

@@ -42,7 +42,7 @@ func (s *Server) completions(x *exchange) {
 		if err != nil {
 			return nil, nil, false, err
 		}
-		g.wanted = req.logprobs
+		g.wanted, g.timed = req.logprobs, req.tokenTimings
 		return &textCall{g, req, "cmpl-" + randomHex(8)}, &req.front, req.stream, nil
 	})
 }

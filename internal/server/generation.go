@@ -23,7 +23,8 @@ type generation struct {
 	left     bool // the client could not be reached
 
 	wanted    logprobWish
-	draft     int // drafts a round
+	timed     bool // timings with every piece
+	draft     int  // drafts a round
 	submitted time.Time
 	concluded bool
 }

@@ -216,11 +216,12 @@ func (c *messageCall) counts() messagesUsage {
 func (c *messageCall) begin(*events) error { return nil }
 
 // start sends the first event, once.
-func (c *messageCall) start(ev *events, cached int) error {
+func (c *messageCall) start(ev *events) error {
 	if c.started {
 		return nil
 	}
 	c.started = true
+	cached := c.output.times().cached
 	return ev.sendAs("message_start", messageStart{"message_start", c.message(messagesUsage{Input: len(c.prepared.Prompt) - cached, CacheRead: cached})})
 }
 
@@ -229,7 +230,7 @@ func (c *messageCall) show(ev *events, items []item) error {
 		if !c.started && !it.progress && it.event.Kind == front.End {
 			continue // of a request that never ran
 		}
-		if err := c.start(ev, it.clock.cached); err != nil {
+		if err := c.start(ev); err != nil {
 			return err
 		}
 		if it.progress {
@@ -310,14 +311,13 @@ func (c *messageCall) closeBlock(ev *events) error {
 }
 
 func (c *messageCall) end(ev *events, out engine.Outcome) error {
-	u := c.counts()
-	if err := c.start(ev, u.CacheRead); err != nil {
+	if err := c.start(ev); err != nil {
 		return err
 	}
 	if err := c.closeBlock(ev); err != nil {
 		return err
 	}
-	last := messageDelta{Type: "message_delta", Usage: u}
+	last := messageDelta{Type: "message_delta", Usage: c.counts()}
 	last.Delta.StopReason, last.Delta.StopSequence = c.stopReason(out.Reason)
 	if err := ev.sendAs("message_delta", last); err != nil {
 		return err

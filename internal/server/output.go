@@ -17,16 +17,18 @@ type output struct {
 	metrics *metrics
 	arrived time.Time // the request
 	queued  time.Time
+	timed   bool       // every item has its clock
 	mu      sync.Mutex // above what it guards
 	items   []item
+	taken   []item // what take returned, to be filled again after the next call
 	clock   clock
 }
 
 // item is something to tell a client.
 type item struct {
 	event    front.Event
-	progress bool  // the item is not an event but prompt progress
-	clock    clock // as it was then
+	progress bool   // the item is not an event but prompt progress
+	clock    *clock // as it was then, of progress and where each piece is timed; a stream has an item for every token, so they are small
 }
 
 // clock is what timings are made of.
@@ -43,7 +45,7 @@ type clock struct {
 func newOutput(g *generation) *output {
 	return &output{
 		session: g.prepared.Session(), wake: make(chan struct{}, 1), count: &g.server.counters, metrics: g.server.metrics,
-		arrived: g.start, queued: g.submitted,
+		arrived: g.start, queued: g.submitted, timed: g.timed,
 	}
 }
 
@@ -85,14 +87,20 @@ func (o *output) progress(done int) {
 	}
 	o.count.prefill.Add(int64(done - o.clock.prompt))
 	o.clock.prompt, o.clock.processed = done, now
-	o.items = append(o.items, item{progress: true, clock: o.clock})
+	at := o.clock
+	o.items = append(o.items, item{progress: true, clock: &at})
 	o.signal()
 }
 
 // put appends events. The lock is held.
 func (o *output) put(events []front.Event) {
+	var at *clock
+	if o.timed {
+		now := o.clock
+		at = &now
+	}
 	for _, e := range events {
-		o.items = append(o.items, item{event: e, clock: o.clock})
+		o.items = append(o.items, item{event: e, clock: at})
 	}
 	if len(events) > 0 {
 		o.signal()
@@ -106,13 +114,12 @@ func (o *output) signal() {
 	}
 }
 
-// take returns what has come since the last call.
+// take returns what has come since the last call. It is the caller's until the next one.
 func (o *output) take() []item {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	items := o.items
-	o.items = nil
-	return items
+	o.items, o.taken = o.taken[:0], o.items
+	return o.taken
 }
 
 // finish returns what is left. The engine must be done with the request.
