@@ -158,6 +158,11 @@ func TestResponseRefusals(t *testing.T) {
 				continue
 			}
 			message, kind, param, code := errorIn(t, r.body)
+			for name := range map[string]bool{"reasoning_effort": true, "max_completion_tokens": true, "messages": true} {
+				if strings.HasPrefix(message, name) && param != name {
+					t.Errorf("%s: %q speaks of a field of another route", c.body, message)
+				}
+			}
 			if r.status != c.status || kind != "invalid_request_error" || code != c.code || param != c.param || message == "" {
 				t.Errorf("%s %s: %d %s\nwant %d %s %s", path, c.body, r.status, r.body, c.status, c.code, c.param)
 			}

@@ -1,5 +1,8 @@
-// Package server is the HTTP side: OpenAI's Chat Completions and Completions, what serves them (models, tokens, rendering, health, the
-// page), over one model and one queue. openapi.yaml describes every route.
+// Package server is the HTTP side: OpenAI's Chat Completions, Completions and Responses, Anthropic's Messages, what serves them (models,
+// tokens, rendering, health, the page), over one model and one queue. openapi.yaml describes every route.
+//
+// A protocol reads its body into a front.Request and tells what the generation gives (type protocol). What lies between is the same for
+// all: the same conversation is the same prompt, and the same output has the same text, calls and counts.
 //
 // A Server answers from the moment its socket is open. Until Ready is called it says that it is loading; after its context has ended it
 // refuses new requests, lets those that run finish within a grace time and cancels the rest, each with an answer. A failure of the engine

@@ -123,8 +123,11 @@ func TestNanoProtocols(t *testing.T) {
 	}
 	s := serveNano(t)
 	client, other := openaiClient(t, s, "none"), anthropicClient(t, s, "none")
-	for _, q := range all {
+	for i, q := range all {
 		for _, limit := range []int64{200, 7} {
+			if limit == 7 && i%2 == 1 {
+				continue
+			}
 			got6 := map[string]account{}
 			for _, streamed := range []bool{false, true} {
 				how := map[bool]string{false: ", whole", true: ", streamed"}[streamed]
