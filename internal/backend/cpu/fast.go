@@ -37,6 +37,7 @@ type fast struct {
 	scratches [][]float32 // one a worker
 	arena     arena
 	job       job
+	weighed   int64       // bytes of weights read
 	cache     map[any]any // prepared weights by the identity of what they were made from
 	inverse   map[backend.Rotary][]float32
 	angles    angles
@@ -75,6 +76,8 @@ func (f *fast) recorded(s backend.State) int {
 }
 
 func (f *fast) packed() bool { return true }
+
+func (f *fast) weightBytes() int64 { return f.weighed }
 
 func (f *fast) fold(s backend.State, img *image[float32], id backend.StateID, records []float32) {
 	if s.Store == backend.StoreMatrix {

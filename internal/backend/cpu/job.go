@@ -88,6 +88,7 @@ func (j *job) run() {
 			p.unit = (p.unit + 3) &^ 3
 		}
 		p.first = j.units
+		j.f.weighed += int64(p.m.n) * int64(p.m.bytes)
 		j.units += (p.m.n + p.unit - 1) / p.unit
 	}
 	if j.work <= inline {

@@ -78,6 +78,7 @@ const fp8Factor = 0x1p8
 type matrix struct {
 	w     backend.Weight
 	n, k  int
+	bytes int // stored ones of a row
 	kern  *kernel
 	plain bool
 
@@ -96,6 +97,9 @@ type matrix struct {
 func newMatrix(w backend.Weight, ks *kernels) matrix {
 	m := matrix{w: w, n: w.N, k: w.Cols(), format: w.T.Format}
 	m.padded = m.k
+	if g := w.T.Geometry(); g.Rows > 0 {
+		m.bytes = len(w.T.Data) / g.Rows
+	}
 	if ks == nil || ks.formats[m.format] == nil {
 		m.plain = true
 		return m

@@ -301,3 +301,24 @@ func ExampleLevel() {
 	fmt.Println(Plain, AVX2, AVX512)
 	// Output: plain avx2 avx512
 }
+
+// A job counts the stored bytes of its matrices, whole ones and parts of banks, once for all rows of activations.
+func TestJobWeighs(t *testing.T) {
+	r := rand.New(rand.NewPCG(8, 8))
+	for _, f := range optest.Formats {
+		dev := &fast{level: best(), kernels: kernelsOf(best()), pool: newPool(1), scratches: make([][]float32, 1)}
+		dev.job.f = dev
+		w := optest.Weight(r, f, 128, 512)
+		m := newMatrix(w, dev.kernels)
+		for _, rows := range []int{1, 5, 40} {
+			x, out := newOperand(random(r, rows*512), 512, 512, rows), make([]float32, rows*128)
+			before := dev.weighed
+			dev.job.add(&m, &x, out, 128)
+			dev.job.run()
+			if got := dev.weighed - before; got != int64(len(w.T.Data))/128*128 {
+				t.Errorf("%v with %d rows: %d bytes of %d", f, rows, got, len(w.T.Data))
+			}
+		}
+		dev.pool.close()
+	}
+}

@@ -53,6 +53,7 @@ type operations[T value] interface {
 	fold(s backend.State, img *image[T], id backend.StateID, records []T)
 	// packed reports whether caches and states are kept in the bytes that their formats take.
 	packed() bool
+	weightBytes() int64
 	close()
 }
 
@@ -549,6 +550,10 @@ func (m *machine[T]) Move(dst, src backend.Image) error {
 func (m *machine[T]) Pages() (used, all int) {
 	return len(m.pages.held) - len(m.pages.free), len(m.pages.held)
 }
+
+// WeightBytes is how many bytes of weights a fast device has read for products so far: a matrix, of experts those that were chosen, once
+// a pass however many rows use it. The oracle does not count.
+func (m *machine[T]) WeightBytes() int64 { return m.ops.weightBytes() }
 
 func (m *machine[T]) Lengths(i backend.Image) backend.Lengths {
 	img, err := m.find(i)

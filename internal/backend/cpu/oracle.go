@@ -51,6 +51,8 @@ func (o *oracle) putAway(matrix []float64) {
 
 func (o *oracle) packed() bool { return false }
 
+func (o *oracle) weightBytes() int64 { return 0 }
+
 // keep writes row i of an image. Keys in FP8 are turned before.
 func (o *oracle) keep(p *plane[float64], table []int32, i int, x []float64) {
 	dst := p.row(table, i)
