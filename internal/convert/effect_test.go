@@ -1,7 +1,6 @@
 package convert
 
 import (
-	"encoding/json/v2"
 	"math"
 	"os"
 	"path/filepath"
@@ -14,6 +13,7 @@ import (
 	"ninfer/internal/backend/cpu"
 	"ninfer/internal/convert/converttest"
 	"ninfer/internal/model"
+	"ninfer/internal/model/modeltest"
 	"ninfer/internal/num"
 )
 
@@ -81,14 +81,7 @@ func TestOptionEffect(t *testing.T) {
 	if _, err := os.Stat(folder); err != nil {
 		folder, dir = filepath.Dir(micro), converttest.Swift(t, micro)
 	}
-	var golden struct {
-		Cases map[string]struct {
-			Tokens []int32 `json:"tokens"`
-		} `json:"cases"`
-	}
-	if err := json.Unmarshal(read(t, filepath.Join(folder, "golden.json")), &golden); err != nil {
-		t.Fatal(err)
-	}
+	golden, _ := modeltest.Golden(t, folder)
 	cases := []string{"short", "chat_think", "chat_plain"}
 	type said struct{ target, drafter [][]float32 }
 	say := func(o Options) (out []said) {
@@ -97,7 +90,7 @@ func TestOptionEffect(t *testing.T) {
 		_, f := convert(t, o)
 		m := bound(t, f)
 		for _, name := range cases {
-			target, drafter := run(t, m, golden.Cases[name].Tokens)
+			target, drafter := run(t, m, golden[name].Tokens)
 			out = append(out, said{target, drafter})
 		}
 		return out
@@ -117,7 +110,7 @@ func TestOptionEffect(t *testing.T) {
 		got := say(tt.o)
 		var target, drafter, n float64
 		for i, name := range cases {
-			tokens := golden.Cases[name].Tokens
+			tokens := golden[name].Tokens
 			target += change(got[i].target, plain[i].target, tokens[1:])
 			drafter += change(got[i].drafter, plain[i].drafter, tokens[2:])
 			n += float64(len(tokens) - 1)
@@ -266,17 +259,9 @@ func TestGoldenLogits(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			var golden struct {
-				Cases map[string]struct {
-					Tokens []int32 `json:"tokens"`
-				} `json:"cases"`
-			}
-			if err := json.Unmarshal(read(t, filepath.Join(dir, "golden.json")), &golden); err != nil {
-				t.Fatal(err)
-			}
-			recorded := converttest.File(t, filepath.Join(dir, "golden.safetensors"))
+			golden, recorded := modeltest.Golden(t, dir)
 			for _, name := range []string{"short", "eos"} {
-				target, drafter := run(t, m, golden.Cases[name].Tokens)
+				target, drafter := run(t, m, golden[name].Tokens)
 				for _, x := range []struct {
 					what string
 					got  [][]float32
@@ -285,15 +270,7 @@ func TestGoldenLogits(t *testing.T) {
 					if len(x.got) != want.Shape[0] {
 						t.Fatalf("%s: %d rows, recorded are %d", x.what, len(x.got), want.Shape[0])
 					}
-					worst := 0.
-					for r, row := range x.got {
-						var d, n float64
-						for i, v := range row {
-							w := f32(want.Data, r*want.Shape[1]+i)
-							d, n = d+(float64(v)-w)*(float64(v)-w), n+w*w
-						}
-						worst = max(worst, math.Sqrt(d/n))
-					}
+					worst := modeltest.Worst(t, x.got, want.Values())
 					t.Logf("%-22s %.1e", x.what, worst)
 					if !(worst <= 1e-5) {
 						t.Errorf("%s is off by %.2g", x.what, worst)

@@ -2,9 +2,7 @@ package cpu_test
 
 import (
 	"context"
-	"encoding/json/v2"
 	"fmt"
-	"math"
 	"os"
 	"path/filepath"
 	"slices"
@@ -59,58 +57,12 @@ func (g golden) artifact(t testing.TB, projections string) *model.Model {
 	return m
 }
 
-type goldenCase struct {
-	Tokens []int32 `json:"tokens"`
-	Next   int32   `json:"next"`
-	Drafts []int32 `json:"drafts"`
-}
-
-// cases are the folder's text cases and its values.
-func (g golden) cases(t testing.TB) (map[string]goldenCase, map[string]modeltest.Safetensor) {
-	values := map[string]modeltest.Safetensor{}
-	modeltest.OpenSafetensors(t, filepath.Join(g.dir, "golden.safetensors"), values)
-	raw, err := os.ReadFile(filepath.Join(g.dir, "golden.json"))
-	if err != nil {
-		t.Skip(err)
-	}
-	var meta struct {
-		Cases map[string]goldenCase `json:"cases"`
-	}
-	if err := json.Unmarshal(raw, &meta); err != nil {
-		t.Fatal(err)
-	}
-	for name := range meta.Cases {
-		if strings.HasPrefix(name, "image") {
-			delete(meta.Cases, name)
-		}
-	}
-	return meta.Cases, values
-}
-
-// worst is the largest relative L2 distance of corresponding rows.
-func worst(t testing.TB, got [][]float32, want []float32) float64 {
-	t.Helper()
-	if len(got) == 0 || len(want)%len(got) != 0 {
-		t.Fatalf("%d rows against %d values", len(got), len(want))
-	}
-	w, most := len(want)/len(got), 0.0
-	for r, row := range got {
-		var d, n float64
-		for i, v := range want[r*w : (r+1)*w] {
-			d += (float64(row[i]) - float64(v)) * (float64(row[i]) - float64(v))
-			n += float64(v) * float64(v)
-		}
-		most = max(most, math.Sqrt(d/n))
-	}
-	return most
-}
-
 // The fast path computes what the reference computes, on the checkpoint's values and on the converted ones: logits of all positions
 // and the chained drafts.
 func TestFastGolden(t *testing.T) {
 	for _, g := range []golden{micro, mini} {
 		t.Run(filepath.Base(g.dir), func(t *testing.T) {
-			cases, values := g.cases(t)
+			cases, values := modeltest.Golden(t, g.dir)
 			m := g.artifact(t, "")
 			levels := cpu.Levels()
 			if g == mini {
@@ -127,12 +79,12 @@ func TestFastGolden(t *testing.T) {
 					if err != nil {
 						t.Fatal(err)
 					}
-					e := worst(t, res.Logits, values[name+".logits"].Values())
+					e := modeltest.Worst(t, res.Logits, values[name+".logits"].Values())
 					drafts, logits, err := r.Draft(0, []int32{c.Next}, len(c.Drafts), backend.WantLogits)
 					if err != nil {
 						t.Fatal(err)
 					}
-					d := worst(t, logits, values[name+".draft_logits"].Values())
+					d := modeltest.Worst(t, logits, values[name+".draft_logits"].Values())
 					t.Logf("%v %-11s logits %.2g drafts %.2g", level, name, e, d)
 					if !(e < 1e-3) || !(d < 1e-3) || fmt.Sprint(drafts) != fmt.Sprint(c.Drafts) {
 						t.Errorf("%v %s: logits off by %.2g, drafts by %.2g, %v, want %v", level, name, e, d, drafts, c.Drafts)
@@ -150,7 +102,7 @@ func TestFastGolden(t *testing.T) {
 func TestFastThreads(t *testing.T) {
 	defer goleak.VerifyNone(t, goleak.IgnoreCurrent())
 	f := micro.artifact(t, "fp8_e4m3fn_row_bf16")
-	cases, _ := micro.cases(t)
+	cases, _ := modeltest.Golden(t, micro.dir)
 	ids := cases["budget"].Tokens
 	var want [][]float32
 	var wantDrafts []int32
