@@ -1,10 +1,13 @@
 package server_test
 
 import (
+	"bufio"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"net/http/httptest"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -19,6 +22,43 @@ func BenchmarkHealth(b *testing.B) {
 	b.ReportAllocs()
 	for b.Loop() {
 		s.ServeHTTP(&httpRecorder{header: http.Header{}}, r)
+	}
+}
+
+// Requests for /health over 16 sockets, beside those of a handler that does nothing but write as much.
+func BenchmarkHealthSocket(b *testing.B) {
+	s := start(b, setup{gen: &script{text: "x"}})
+	bare := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Content-Type", "application/json")
+		io.WriteString(w, `{"status":"ok"}`)
+	}))
+	defer bare.Close()
+	for _, c := range []struct{ name, url string }{{"bare", bare.URL}, {"health", s.url}} {
+		b.Run(c.name, func(b *testing.B) {
+			b.SetParallelism((16 + runtime.GOMAXPROCS(0) - 1) / runtime.GOMAXPROCS(0))
+			b.RunParallel(func(pb *testing.PB) {
+				conn, err := net.Dial("tcp", strings.TrimPrefix(c.url, "http://"))
+				if err != nil {
+					b.Error(err)
+					return
+				}
+				defer conn.Close()
+				in := bufio.NewReader(conn)
+				for pb.Next() {
+					io.WriteString(conn, "GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+					for line := ""; line != "\r\n"; {
+						if line, err = in.ReadString('\n'); err != nil {
+							b.Error(err)
+							return
+						}
+					}
+					if n, err := in.Discard(len(`{"status":"ok"}`)); err != nil {
+						b.Error(n, err)
+						return
+					}
+				}
+			})
+		})
 	}
 }
 

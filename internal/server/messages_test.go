@@ -219,6 +219,29 @@ func joinText(body string) string {
 	return strings.ReplaceAll(body, `"}}`+"\n\n"+`event: content_block_delta`+"\n"+`data: {"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":"`, "")
 }
 
+// What the cache gave is told from the start on, and taken off the input (product.md 6.4, 6.5).
+func TestMessagesCached(t *testing.T) {
+	gen := &script{text: "x", cached: 7}
+	s := start(t, setup{gen: gen})
+	for _, stream := range []string{"", `,"stream":true`} {
+		a := s.messages(t, asked(stream))
+		want := fmt.Sprintf(`"usage":{"input_tokens":%d,"cache_creation_input_tokens":null,"cache_read_input_tokens":7,"output_tokens":`, len(gen.last().Prompt)-7)
+		if n := strings.Count(a.body, want); a.status != 200 || n != strings.Count(a.body, `"usage"`) || stream != "" && (n != 2 || !strings.Contains(a.body[:strings.Index(a.body, "\n\n")], want+"0,")) {
+			t.Errorf("%d %s\nwant %s", a.status, a.body, want)
+		}
+	}
+}
+
+// Names of tools have up to 128 characters here, twice as many as in Chat Completions (product.md 7.2.2).
+func TestMessagesToolName(t *testing.T) {
+	name := strings.Repeat("n", 128)
+	gen := &script{ids: tokenizer().Encode("</think>" + strings.Replace(called(), "=f>", "="+name+">", 1) + "<|im_end|>")}
+	s := start(t, setup{gen: gen, template: everything, front: front.Options{Context: 2048}})
+	if a := s.messages(t, asked(`,"max_tokens":400,"tools":[{"name":"`+name+`"}]`)); a.status != 200 || !strings.Contains(a.body, `"name":"`+name+`","input":{}}`) || !strings.Contains(a.body, `"tool_use"`) {
+		t.Errorf("%d %s", a.status, a.body)
+	}
+}
+
 // The signature belongs to what was thought: a stream and a whole answer have the same, other thoughts another.
 func TestMessagesSignature(t *testing.T) {
 	gen := &script{}

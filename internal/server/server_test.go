@@ -71,6 +71,7 @@ type script struct {
 	err   error         // after the text
 
 	reason engine.Reason // after the text; empty is the limit
+	cached int           // tokens of the prompt that need not run
 
 	logprobs []engine.Logprob // of the outcome
 
@@ -94,7 +95,7 @@ func (s *script) Generate(ctx context.Context, r engine.Request) (engine.Outcome
 		s.mu.Unlock()
 	}()
 	out = engine.Outcome{Logprobs: s.logprobs, Stats: engine.Stats{PromptTokens: len(r.Prompt)}}
-	r.Progress(0)
+	r.Progress(s.cached)
 	r.Progress(len(r.Prompt))
 	ids := s.ids
 	if ids == nil {
