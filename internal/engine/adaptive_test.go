@@ -14,31 +14,37 @@ import (
 	"ninfer/internal/engine"
 	"ninfer/internal/model"
 	"ninfer/internal/model/modeltest"
+	"ninfer/internal/text/token"
 )
 
 // TestAdaptiveAgainstFixed measures committed tokens a second of a mixed workload with each fixed number of drafts and with the adaptive
 // policy, one after the other, over and over: medians count. NINFER_POLICY is "micro", for drafts that are right as often as a request's
-// kind wants, or the path of an artifact whose own drafts are taken, or empty for nothing.
+// kind wants, or the path of an artifact, which continues parts of a text, parts of it twice and random tokens with drafts of its own,
+// or empty for nothing.
 func TestAdaptiveAgainstFixed(t *testing.T) {
 	path := os.Getenv("NINFER_POLICY")
 	if path == "" {
 		t.Skip("NINFER_POLICY is not set")
 	}
-	const lanes, most, output, room = 4, 5, 64, 192
+	const lanes, most, output, room = 4, 5, 48, 192
 	var m *model.Model
+	var text []int32
 	rng := rand.New(rand.NewPCG(4, 44))
 	if path == "micro" {
 		m = modeltest.Micro(t)
 	} else {
-		m = bound(t, path)
+		m, text = bound(t, path)
 	}
-	ids := m.Options.IDs
 	var requests []engine.Request
-	for i := range 24 {
+	for i := range 12 {
 		prompt := make([]int32, 8+rng.IntN(80))
 		for j := range prompt {
-			if prompt[j] = int32(rng.IntN(ids)); i%3 == 0 && j >= 8 { // repetitive text is easy to draft
-				prompt[j] = prompt[j-8]
+			prompt[j] = int32(rng.IntN(m.Options.IDs))
+		}
+		if i%3 < 2 && text != nil {
+			copy(prompt, text[rng.IntN(len(text)-len(prompt)):])
+			if i%3 == 0 {
+				copy(prompt[len(prompt)/2:], prompt)
 			}
 		}
 		requests = append(requests, engine.Request{Prompt: prompt, MaxNew: output})
@@ -100,7 +106,7 @@ func TestAdaptiveAgainstFixed(t *testing.T) {
 	}
 	names, batches = append(names, "adaptive"), append(batches, batch(true))
 	rates, accepted := make([][]float64, len(batches)), make([]float64, len(batches))
-	const rounds = 9
+	const rounds = 7
 	for range rounds {
 		for i, b := range batches {
 			rate, part := run(b, min(i, most))
@@ -121,8 +127,8 @@ func TestAdaptiveAgainstFixed(t *testing.T) {
 	}
 }
 
-// bound binds an artifact with its drafter.
-func bound(t *testing.T, path string) *model.Model {
+// bound binds an artifact with its drafter, and reads a text with its tokenizer.
+func bound(t *testing.T, path string) (*model.Model, []int32) {
 	t.Helper()
 	f, err := artifact.Open(path)
 	if err != nil {
@@ -133,9 +139,23 @@ func bound(t *testing.T, path string) *model.Model {
 	if err != nil {
 		t.Fatal(err)
 	}
-	m, err := model.Bind(store.Config(), store, model.Options{Drafter: true, IDs: store.Config().Text.VocabSize})
+	var resources [2][]byte
+	for i, role := range []string{"tokenizer.json", "tokenizer_config.json"} {
+		if resources[i], err = store.Resource("text", role); err != nil {
+			t.Fatal(err)
+		}
+	}
+	tokenizer, err := token.Load(resources[0], resources[1])
 	if err != nil {
 		t.Fatal(err)
 	}
-	return m
+	m, err := model.Bind(store.Config(), store, model.Options{Drafter: true, IDs: tokenizer.Count()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	text, err := os.ReadFile("../../docs/architecture.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return m, tokenizer.Encode(string(text))
 }
