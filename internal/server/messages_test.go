@@ -334,7 +334,7 @@ func TestMessagesFailures(t *testing.T) {
 	want(s, "waited", <-waiting, 504, "timeout_error")
 	go func() { waiting <- s.messages(t, asked(`,"stream":true`)) }()
 	a = <-waiting
-	if got := steadyMessages(t, a.body); a.status != 200 || !regexp.MustCompile(`^(: keep-alive\n\n)+event: error\ndata: {"type":"error","error":{"type":"timeout_error","message":"[^"]+"},"request_id":"REQ"}\n\n$`).MatchString(got) {
+	if got := steadyMessages(t, a.body); a.status != 200 || !regexp.MustCompile(`^(: keep-alive\n\n)*event: error\ndata: {"type":"error","error":{"type":"timeout_error","message":"[^"]+"},"request_id":"REQ"}\n\n$`).MatchString(got) {
 		t.Errorf("waited in a stream: %d %s", a.status, a.body)
 	}
 	close(gen.step)
