@@ -228,12 +228,14 @@ func FuzzConfig(f *testing.F) {
 	f.Add([]byte(`{"architectures":["Qwen4ExpForConditionalGeneration"],"model_type":"qwen4_exp","text_config":{"num_hidden_layers":9000000000000000},"vision_config":{}}`))
 	f.Add([]byte(`{"architectures":["Qwen4ExpForConditionalGeneration"],"model_type":"qwen4_exp","text_config":{},"vision_config":{}}`))
 	f.Fuzz(func(t *testing.T, data []byte) {
-		_, _, _ = FromComponents(data, data)
+		_, _, other := FromComponents(data, data)
 		c, err := ParseConfig(data)
-		if err != nil {
-			if strings.Contains(err.Error(), "\n") {
+		for _, err := range []error{err, other} {
+			if err != nil && strings.ContainsAny(err.Error(), "\r\n") {
 				t.Errorf("error of more than one line: %q", err)
 			}
+		}
+		if err != nil {
 			return
 		}
 		for _, v := range []Variant{{Profile: Radixark}, {Profile: Mixed}} {

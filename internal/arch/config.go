@@ -12,6 +12,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strconv"
 )
 
 //go:embed official.json
@@ -262,7 +263,7 @@ func (c *Config) checkAgreement() error {
 	if twice.Interval != nil && *twice.Interval > 0 {
 		for i, kind := range t.LayerTypes {
 			if full := kind != "linear_attention"; full != ((i+1)%*twice.Interval == 0) {
-				return fmt.Errorf("full_attention_interval is %d, but layer_types[%d] is %s: unsupported or inconsistent value", *twice.Interval, i, kind)
+				return fmt.Errorf("full_attention_interval is %d, but layer_types[%d] is %q: unsupported or inconsistent value", *twice.Interval, i, kind)
 			}
 		}
 	}
@@ -342,6 +343,9 @@ func (c *Config) check() error {
 		}
 	}
 	bad := func(member string, has any, need string) error {
+		if s, ok := has.(string); ok { // from the file: it may hold anything
+			has = strconv.Quote(s)
+		}
 		return fmt.Errorf("%s is %v, need %s: unsupported or inconsistent value", member, has, need)
 	}
 	switch {

@@ -211,12 +211,12 @@ func sameMembers(component string, have, need []member) error {
 			return fmt.Errorf("component %s: config: %s: %w", component, n.name, err)
 		}
 		if string(a) != string(b) {
-			return fmt.Errorf("component %s: %s is %s, need %s: a config without image_token_id is the official one", component, n.name, have[i].value, n.value)
+			return fmt.Errorf("component %s: %s is %s, need %s: a config without image_token_id is the official one", component, n.name, a, b)
 		}
 	}
 	for _, m := range have {
 		if !slices.ContainsFunc(need, func(n member) bool { return n.name == m.name }) {
-			return fmt.Errorf("component %s: config member %s is not one of the official config, and image_token_id is missing", component, m.name)
+			return fmt.Errorf("component %s: config member %q is not one of the official config, and image_token_id is missing", component, m.name)
 		}
 	}
 	return nil

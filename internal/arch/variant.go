@@ -36,7 +36,7 @@ func ParseVariant(profile, ple, projection, mtp string) (Variant, error) {
 	case Mixed:
 		for _, o := range []struct{ name, value string }{{"ple format", ple}, {"projection format", projection}, {"mtp expert format", mtp}} {
 			if o.value != "" {
-				return v, fmt.Errorf("%s %s cannot be chosen with profile mixed: its formats are fixed", o.name, o.value)
+				return v, fmt.Errorf("%s %q cannot be chosen with profile mixed: its formats are fixed", o.name, o.value)
 			}
 		}
 		return v, nil
