@@ -4,7 +4,7 @@
 // Run checks everything that can be checked before it writes, writes through hidden temporaries, and publishes at the end: after
 // any failure, and after the process was killed, no file has the output's name.
 //
-// Objects are cut into pieces of about four megabytes of source. Workers, twice as many as there are cores but at most 32, read, encode and
+// Objects are cut into pieces of about four megabytes of source. Workers, four for each core but at most 32, read, encode and
 // write pieces side by side; only an object's digest is taken in order. So an object larger than all others together, the n-gram table,
 // keeps no core waiting, and memory does not grow with the model: less than 1 GiB is in use for the real one, and less than 2 GiB with
 // what the garbage collector leaves standing. What is kept of it are the index, buffers, and the scales of matrices whose codes are

@@ -171,6 +171,9 @@ func (s *subject) kill(t *testing.T, runs int, folder func() string) {
 		if err := os.RemoveAll(dir); err != nil {
 			t.Fatal(err)
 		}
+		if (i+1)%10 == 0 {
+			t.Logf("%d done", i+1)
+		}
 	}
 	t.Logf("of %d kills %d left something unfinished, %d came after publishing", runs, early, late)
 	if early < runs/3 {

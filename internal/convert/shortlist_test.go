@@ -99,10 +99,9 @@ func TestMemory(t *testing.T) {
 	}
 	converttest.Save(t, dir, m)
 
-	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(2))
 	var before, after runtime.MemStats
 	runtime.ReadMemStats(&before)
-	r, err := Run(t.Context(), Options{Model: dir, Out: filepath.Join(t.TempDir(), output), MaxFileBytes: 25 << 20})
+	r, err := Run(t.Context(), Options{Model: dir, Out: filepath.Join(t.TempDir(), output), MaxFileBytes: 25 << 20, workers: 4})
 	if err != nil {
 		t.Fatal(err)
 	}

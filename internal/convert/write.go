@@ -119,12 +119,13 @@ func (c *conversion) write(ctx context.Context) error {
 	return q.err
 }
 
-// workers is how many pieces are in work at once: twice the cores, since reading and writing wait for disks.
+// workers is how many pieces are in work at once: four for each core, since of the four steps of a piece, reading, making, digesting and
+// writing, two wait for disks and one for its turn.
 func (c *conversion) workers() int {
 	if c.Options.workers > 0 {
 		return c.Options.workers
 	}
-	return min(2*runtime.GOMAXPROCS(0), maxWorkers)
+	return min(4*runtime.GOMAXPROCS(0), maxWorkers)
 }
 
 func (q *queue) work() {
