@@ -20,6 +20,7 @@ type Decode struct {
 	Repetitions int
 	Warmup      int
 	Kernels     bool // also say where the time goes
+	Formats     Formats
 }
 
 // Roofline says what a step moved and how long that takes at best.
@@ -141,7 +142,7 @@ func (t Decode) Measure(ctx context.Context, m *model.Model, dev *device.Device,
 	slices.Sort(row.Runs)
 	row.Microseconds = row.Runs[len(row.Runs)/2]
 	row.Rate = float64(t.Batch) / row.Microseconds * 1e6
-	row.Roof.Traffic = Moved(program, m.States, t.Batch, t.Context+t.Steps/2, row.Roof.Distinct)
+	row.Roof.Traffic = Moved(program, m.States, t.Formats, t.Batch, t.Context+t.Steps/2, row.Roof.Distinct)
 	row.Roof.Bytes = row.Roof.Traffic.Total()
 	row.Roof.ReadGBps = *readRate / 1e9
 	row.Roof.FloorMs = row.Roof.Bytes / *readRate * 1e3

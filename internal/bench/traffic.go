@@ -43,14 +43,30 @@ func all(list ...backend.Weight) (n float64) {
 	return n
 }
 
+// Formats are what sequences are kept in.
+type Formats struct {
+	KV        backend.Cache
+	BF16State bool
+}
+
 // Moved counts a decoding step of a program: so many lanes, each of a row at the given length, whose experts are distinct ones a mixture
-// on average. BF16 caches and windows, FP32 matrices.
-func Moved(p *backend.Program, states []backend.State, lanes, length int, distinct float64) (t Traffic) {
+// on average.
+func Moved(p *backend.Program, states []backend.State, f Formats, lanes, length int, distinct float64) (t Traffic) {
+	matrix := 4
+	if f.BF16State {
+		matrix = 2
+	}
 	fixed := func(id backend.StateID, bytes int) float64 {
 		s := states[id]
 		return 2 * float64(lanes*s.Rows*s.Width*bytes)
 	}
-	row := func(id backend.StateID) float64 { return 2 * float64(states[id].Width) }
+	row := func(id backend.StateID) float64 {
+		s := states[id]
+		if s.Store == backend.StoreKV && f.KV == backend.CacheFP8 {
+			return float64(s.Width + 2*s.Width/s.Group)
+		}
+		return 2 * float64(s.Width)
+	}
 	for _, op := range p.Ops {
 		switch op := op.(type) {
 		case backend.Embed:
@@ -66,7 +82,7 @@ func Moved(p *backend.Program, states []backend.State, lanes, length int, distin
 		case backend.GDN:
 			w := op.W
 			t.Dense += all(w.Query, w.Key, w.Value, w.Z, w.A, w.B, w.Conv, w.ALog, w.DtBias, w.Norm, w.Out)
-			t.States += fixed(op.Matrix, 4) + fixed(op.Window, 2)
+			t.States += fixed(op.Matrix, matrix) + fixed(op.Window, 2)
 		case backend.QSA:
 			w := op.W
 			t.Dense += all(w.QueryGate, w.Key, w.Value, w.Out, w.QueryNorm, w.KeyNorm, w.Index, w.IndexQueryNorm, w.IndexKeyNorm)

@@ -236,7 +236,7 @@ func (c *benchCommand) depth(e *environment, l *loaded, m *model.Model, f modelF
 	rate := 0.0
 	for _, n := range lengths {
 		e.say("decode at %d tokens, %d at a time: %d runs of %d steps and %d before them", n, batch, c.Repetitions, c.Steps, c.Warmup)
-		t := bench.Decode{Context: n, Batch: batch, Steps: c.Steps, Repetitions: c.Repetitions, Warmup: c.Warmup, Kernels: c.Kernels}
+		t := bench.Decode{Context: n, Batch: batch, Steps: c.Steps, Repetitions: c.Repetitions, Warmup: c.Warmup, Kernels: c.Kernels, Formats: bench.Formats{KV: f.cache(), BF16State: f.GDNStateDtype == "bf16"}}
 		row, err := t.Measure(e.ctx, m, dev, &rate, corpus)
 		if err != nil {
 			return err

@@ -22,13 +22,9 @@ func (f *modelFlags) open(e *environment, m *model.Model, lanes int) (backend.De
 		chunk := min(f.chunk(), gpuChunk)
 		d, err := device.Open(device.Options{
 			States: m.States, Lanes: lanes, Tokens: f.MaxContext, Verify: f.round(), Carry: chunk + f.round(), Ordinal: f.ordinal(), NoGraph: f.NoCUDAGraph,
-			Made: f.made, Reserve: uint64(f.reserve),
+			Made: f.made, KV: f.cache(), BF16State: f.GDNStateDtype == "bf16", Reserve: uint64(f.reserve),
 		})
 		if err == nil {
-			if err := f.gpuStores(); err != nil {
-				d.Close()
-				return nil, 0, err
-			}
 			if f.pool = (pool{pages: f.pages(), lanes: lanes}); f.pool.pages == 0 {
 				f.pool.pages = lanes * pagesOf(f.MaxContext) // every lane has room for a full context
 			}
@@ -60,17 +56,6 @@ func (f *modelFlags) cache() backend.Cache {
 		return backend.CacheFP8
 	}
 	return backend.CacheBF16
-}
-
-// gpuStores refuses formats that the GPU backend does not keep sequences in.
-func (f *modelFlags) gpuStores() error {
-	switch {
-	case f.KVDtype == "fp8":
-		return usagef("--kv-dtype fp8: the GPU backend of this build has no such cache; use bf16, or --device cpu")
-	case f.GDNStateDtype == "bf16":
-		return usagef("--gdn-state-dtype bf16: the GPU backend of this build has no such state; use fp32, or --device cpu")
-	}
-	return nil
 }
 
 // ordinal is the number of the GPU that --device names: "cuda" and none are the first.

@@ -50,8 +50,8 @@ func TestSyntheticOfficial(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if mb := bench.Moved(p, m.States, 1, 8192, 10).Total() / 1e6; mb < 0.99*c.moved || mb > 1.01*c.moved {
-			t.Errorf("%+v: a step moves %.0f MB, want %.0f: %+v", c.v, mb, c.moved, bench.Moved(p, m.States, 1, 8192, 10))
+		if mb := bench.Moved(p, m.States, bench.Formats{}, 1, 8192, 10).Total() / 1e6; mb < 0.99*c.moved || mb > 1.01*c.moved {
+			t.Errorf("%+v: a step moves %.0f MB, want %.0f: %+v", c.v, mb, c.moved, bench.Moved(p, m.States, bench.Formats{}, 1, 8192, 10))
 		}
 	}
 }

@@ -161,7 +161,6 @@ func TestStored(t *testing.T) {
 		{backend(true, true, 1e-12, 1e-12, 2e-2), ""},
 		{backend(false, true, 5e-2, 2e-2, 1e-4), ""}, // the exact oracle is the recorded reference to 1e-5
 		{backend(false, true, 1e-3, 1e-3, 1e-4), "with forced decisions off by"},
-		{backend(true, true, 1e-12, 1e-12, 1e-4), "near rows: bounds are 0.0001"},
 	} {
 		ok, lines := run(t, s, dir, c.b)
 		text := strings.Join(lines, "\n")

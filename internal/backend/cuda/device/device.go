@@ -1,8 +1,8 @@
 // Package device runs programs on one NVIDIA GPU: a backend.Device with every operation of text.
 //
 // It follows the machine of backend/cpu: the same images, the same checks, the same order of lengths, cuts and moves. Activations that
-// kernels.md stores in BF16 are BF16 here and rounded at the same points as in the stored oracle; keys, values, index keys, windows and
-// streams are BF16, delta-net matrices FP32. Tokens, positions of carried rows and the n-gram history stay on the host, which knows
+// kernels.md stores in BF16 are BF16 here and rounded at the same points as in the stored oracle; index keys, windows and streams are BF16,
+// keys and values BF16 or E4M3 with a scale, delta-net matrices FP32 or BF16. Tokens, positions of carried rows and the n-gram history stay on the host, which knows
 // them: it hashes and gathers the n-gram table's rows itself and sends them along with the launch.
 //
 // A verify pass leaves fixed states alone and records its rows; the next pass of the lane folds the kept ones first, inside the same
@@ -36,6 +36,9 @@ type Options struct {
 	Verify int
 	Carry  int
 
+	KV        backend.Cache // BF16 unless it is CacheFP8
+	BF16State bool          // keep delta-net matrices in BF16 instead of FP32
+
 	Ordinal int    // which GPU
 	Plain   bool   // use the plain kernels only: slower, and the same bits whatever the rows of a pass
 	Reserve uint64 // bytes of GPU memory that stay free for other programs, now and later
@@ -43,6 +46,8 @@ type Options struct {
 	// Code is where compiled kernels come from; nil is what was built in.
 	Code  fs.FS
 	Tuned fs.FS // the same of the tuned kernels
+	// Driver is the driver to use; nil is the system's. Tests put one that fails here.
+	Driver *driver.Driver
 	// Made says of which random words a tensor with these bytes is to consist, for weights that nobody has: they are made on the GPU and
 	// data is not looked at. Not ok means that data is what it seems. Nil makes nothing.
 	Made func(data []byte) (planes []Plane, ok bool)
@@ -86,6 +91,8 @@ type plane struct {
 	element uint64 // bytes of a value
 	values  uint64 // of an image
 	records driver.Ptr
+	scales  driver.Ptr // of a plane in FP8: BF16, one for each group values
+	group   uint64
 }
 
 func (d *Device) slotBytes(id backend.StateID) uint64 {
@@ -112,9 +119,12 @@ type image struct {
 
 // Open takes a GPU and reserves the images. Its errors are those of the driver package: no driver, no device, wrong architecture, memory.
 func Open(opt Options) (*Device, error) {
-	drv, err := driver.Open()
-	if err != nil {
-		return nil, err
+	drv := opt.Driver
+	if drv == nil {
+		var err error
+		if drv, err = driver.Open(); err != nil {
+			return nil, err
+		}
 	}
 	owner, err := driver.StartOwner(drv, opt.Ordinal)
 	if err != nil {
@@ -198,8 +208,16 @@ func (d *Device) reserve(c *driver.Context) (err error) {
 		case hosted(s):
 			d.states = append(d.states, plane{})
 			continue
-		case s.Store == backend.StoreInt || s.Store == backend.StoreMatrix:
+		case s.Store == backend.StoreInt || s.Store == backend.StoreMatrix && !d.opt.BF16State:
 			p.element = 4
+		case s.Store == backend.StoreKV && d.opt.KV == backend.CacheFP8:
+			if s.Group < 1 || s.Width%s.Group != 0 {
+				return fmt.Errorf("cuda: state %q: a cache in fp8 needs values that share a scale", s.Name)
+			}
+			p.element, p.group = 1, uint64(s.Group)
+			if p.scales, err = d.alloc(c, "scales of "+s.Name, slots*p.values/p.group*2); err != nil {
+				return err
+			}
 		}
 		if s.Kind == backend.Fixed && s.Initial != 0 {
 			return fmt.Errorf("cuda: state %q begins at %d: only integers may", s.Name, s.Initial)
@@ -208,7 +226,7 @@ func (d *Device) reserve(c *driver.Context) (err error) {
 			return err
 		}
 		if s.Kind == backend.Fixed {
-			if p.records, err = d.alloc(c, "records of "+s.Name, uint64(d.opt.Lanes*d.opt.Verify*recorded(s))*p.element); err != nil {
+			if p.records, err = d.alloc(c, "records of "+s.Name, uint64(d.opt.Lanes*d.opt.Verify*recorded(s))*max(p.element, recordBytes(s))); err != nil {
 				return err
 			}
 		}
@@ -231,6 +249,14 @@ func (d *Device) reserve(c *driver.Context) (err error) {
 // hosted says that the host keeps a state: the n-gram history, and where carried rows stood.
 func hosted(s backend.State) bool {
 	return s.Store == backend.StoreInt && (s.Kind == backend.Fixed || s.Kind == backend.Carried)
+}
+
+// recordBytes is the least size of a recorded value: those of a matrix are FP32 whatever it is kept in.
+func recordBytes(s backend.State) uint64 {
+	if s.Store == backend.StoreMatrix {
+		return 4
+	}
+	return 2
 }
 
 // recorded is the number of values that a Verify pass leaves for one row of a Fixed state: of a window its input, of a delta-net matrix
@@ -409,6 +435,13 @@ func (d *Device) Move(dst, src backend.Image) error {
 			if err := c.Copy(d.stream, p.at+driver.Ptr(uint64(to)*base), at, uint64(n)*p.element); err != nil {
 				return err
 			}
+			if p.scales == 0 {
+				continue
+			}
+			slot := p.values / p.group * 2
+			if err := c.Copy(d.stream, p.scales+driver.Ptr(uint64(to)*slot), p.scales+driver.Ptr(uint64(from)*slot), uint64(n)/p.group*2); err != nil {
+				return err
+			}
 		}
 		return nil
 	})
@@ -426,7 +459,7 @@ func (d *Device) Close() error {
 			err = errors.Join(err, s.free(c))
 		}
 		for _, p := range d.states {
-			err = errors.Join(err, free(c, p.at), free(c, p.records))
+			err = errors.Join(err, free(c, p.at), free(c, p.records), free(c, p.scales))
 		}
 		for _, p := range d.weights {
 			err = errors.Join(err, free(c, p))

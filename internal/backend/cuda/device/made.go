@@ -61,9 +61,6 @@ func (d *Device) words(c *driver.Context, dst driver.Ptr, p kernels.WordsParams)
 	}
 	d.seed++
 	p.Dst, p.Seed = dst, d.seed
-	if dst%8 != 0 && p.Kind != positions {
-		return fmt.Errorf("words at %#x: not at a multiple of eight", dst)
-	}
 	blocks := min(uint64(8*d.owner.Device().SMs), (p.Bytes+2047)/2048)
 	return kernels.Run(d.set, c, d.stream, kernels.Words, [3]uint32{uint32(blocks), 1, 1}, 0, &p, false)
 }
@@ -105,6 +102,14 @@ func (d *Device) Fill(i backend.Image, tokens int) error {
 				w.Deviation = 0.05
 			}
 			w.Bytes = uint64(values) * p.element
+			if p.scales != 0 { // magnitudes of 1/8 to 15/8 times a scale near one
+				w = kernels.WordsParams{Kind: 8, Mask: 0x9f9f9f9f9f9f9f9f, Fixed: 0x2020202020202020, Bytes: w.Bytes}
+				n := uint64(values) / p.group * 2
+				scales := kernels.WordsParams{Kind: 8, Fixed: 0x3f803f803f803f80, Bytes: n}
+				if err := d.words(c, p.scales+driver.Ptr(uint64(slot)*p.values/p.group*2), scales); err != nil {
+					return err
+				}
+			}
 			if err := d.words(c, p.at+driver.Ptr(uint64(slot)*d.slotBytes(backend.StateID(id))), w); err != nil {
 				return err
 			}

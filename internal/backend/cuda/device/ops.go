@@ -124,7 +124,7 @@ func (p *pass) gemv(x driver.Ptr, element, ld, rows int, parts ...kernels.Part) 
 		g.XF32 = 1
 	}
 	if element == 4 {
-		if ok, err := p.project(x, 0, 1, 0, ld, rows, parts); ok || err != nil {
+		if ok, err := p.project(x, 0, 1, 0, ld, rows, parts, kernels.Shift{}); ok || err != nil {
 			return err
 		}
 	}
@@ -273,13 +273,18 @@ func (s *step) prepareGDN(c *driver.Context, op backend.GDN) (func(*pass) error,
 		Lanes: s.lanes, X: raw, W: l.vector(w.Conv), Window: d.states[op.Window].at, Records: d.states[op.Window].records, Out: convolved,
 		C: uint32(width), Taps: uint32(w.Taps), Dilation: 1, Verify: uint32(d.opt.Verify),
 	}
+	half := uint32(0)
+	if d.opt.BF16State {
+		half = 1
+	}
 	delta := kernels.DeltaParams{
 		Lanes: s.lanes, Qkv: convolved, Z: z, A: a, B: b, Alog: l.vector(w.ALog), Dt: l.vector(w.DtBias), Norm: l.vector(w.Norm),
 		State: d.states[op.Matrix].at, Records: d.states[op.Matrix].records, Out: gated,
-		KeyHeads: uint32(w.KeyHeads), Heads: uint32(w.ValueHeads), Dim: uint32(w.Dim), Verify: uint32(d.opt.Verify), Eps: float32(w.Eps),
+		HalfState: half, KeyHeads: uint32(w.KeyHeads), Heads: uint32(w.ValueHeads), Dim: uint32(w.Dim), Verify: uint32(d.opt.Verify), Eps: float32(w.Eps),
 	}
-	quarters := w.Dim == 128 && !d.opt.Plain && l.err == nil && projects(d, vd, []kernels.Part{out})
+	quarters := w.Dim == 128 && w.Taps == 4 && !d.opt.Plain && l.err == nil && projects(d, vd, []kernels.Part{out})
 	if quarters {
+		delta.X, delta.Conv, delta.Window, delta.Inputs = raw, conv.W, conv.Window, conv.Records
 		delta.Gated, delta.Squares = l.rows("gated halves", 2*vd), l.rows("squares of heads", 16*w.ValueHeads)
 	}
 	shared := uint32(4 * (w.Dim*w.Dim + 7*w.Dim))
@@ -289,14 +294,17 @@ func (s *step) prepareGDN(c *driver.Context, op backend.GDN) (func(*pass) error,
 		if err := p.gemv(s.bufs[op.In], 2, h, len(p.rows), parts...); err != nil {
 			return err
 		}
-		if err := start(p, kernels.Conv, tiles(width, 256), len(p.lanes), 1, 0, &conv); err != nil {
-			return err
-		}
 		if quarters {
 			if err := start(p, kernels.DeltaQuarters, w.ValueHeads, len(p.lanes), 4, 0, &delta); err != nil {
 				return err
 			}
-			_, err := p.project(delta.Gated, delta.Squares, w.Dim, w.Eps, vd, len(p.rows), []kernels.Part{out})
+			shift := kernels.Shift{
+				Lanes: s.lanes, X: raw, Window: conv.Window, Records: conv.Records, Count: uint32(len(p.lanes)), C: conv.C, Depth: conv.Taps - 1, Verify: conv.Verify,
+			}
+			_, err := p.project(delta.Gated, delta.Squares, w.Dim, w.Eps, vd, len(p.rows), []kernels.Part{out}, shift)
+			return err
+		}
+		if err := start(p, kernels.Conv, tiles(width, 256), len(p.lanes), 1, 0, &conv); err != nil {
 			return err
 		}
 		if err := start(p, kernels.Delta, w.ValueHeads, len(p.lanes), 1, shared, &delta); err != nil {
@@ -341,12 +349,16 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 	h := s.program.Bufs[op.In].Width
 	tokens, blocks := d.opt.Tokens, d.opt.Tokens/w.Ratio
 	l.check(w.HeadDim <= 256 && w.IndexDim <= 256, "heads of %d and %d, at most 256", w.HeadDim, w.IndexDim)
+	fp8 := d.opt.KV == backend.CacheFP8
+	l.check(!fp8 || w.HeadDim&(w.HeadDim-1) == 0, "a cache in fp8 needs heads of a power of two values, these have %d", w.HeadDim)
+	l.check(!fp8 || d.opt.States[op.Keys].Group == w.HeadDim && d.opt.States[op.Values].Group == w.HeadDim,
+		"a cache in fp8 needs states that share a scale among the %d values of a head", w.HeadDim)
 	kw, qw, iw := w.KVHeads*w.HeadDim, w.Heads*w.HeadDim, (w.IndexHeads+1)*w.IndexDim
 	key, value, index := l.rows("key", 2*kw), l.rows("value", 2*kw), l.rows("index", 2*iw)
 	at := func(id backend.StateID) driver.Ptr { return d.states[id].at }
 	prep := kernels.PrepParams{
 		Rows: s.rows, Key: key, Value: value, Index: index, KNorm: l.vector(w.KeyNorm), Inverse: l.rotary(w.Rotary),
-		Keys: at(op.Keys), Values: at(op.Values), Raw: at(op.RawIndex), Positions: at(op.Positions),
+		Keys: at(op.Keys), Values: at(op.Values), KeyScales: d.states[op.Keys].scales, ValueScales: d.states[op.Values].scales, Raw: at(op.RawIndex), Positions: at(op.Positions),
 		Heads: uint32(w.Heads), Kv: uint32(w.KVHeads), Hd: uint32(w.HeadDim), Ih: uint32(w.IndexHeads), Id: uint32(w.IndexDim),
 		Rot: uint32(w.Rotary.Dim), Tokens: uint32(tokens), Eps: float32(w.Eps), Append: 1,
 		IkNorm: l.vector(w.IndexKeyNorm), BlockKeys: at(op.IndexKeys), Ratio: uint32(w.Ratio),
@@ -379,13 +391,14 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 		Ratio: prep.Ratio, Blocks: score.Blocks, Most: score.Most, ListLd: uint32(longest),
 	}
 	segments := max(1, tiles(blocks, kernels.Segment))
-	l.check(segments*w.Blocks <= kernels.Segment, "selection of %d blocks from %d: more than is planned for", w.Blocks, blocks)
+	l.check(segments == 1 || segments*w.Blocks <= kernels.Candidates, "selection of %d blocks from %d: more than is planned for", w.Blocks, blocks)
 	if segments > 1 {
 		choose.Best = l.rows("best blocks", 8*segments*w.Blocks)
 	}
 	choose.Arrived = l.zeros("arrivals", 4*s.program.Pass.Rows)
 	attend := kernels.AttendParams{
-		Rows: s.rows, Q: prep.Q, Keys: prep.Keys, Values: prep.Values, List: choose.List, Count: choose.Count,
+		Rows: s.rows, Q: prep.Q, Keys: prep.Keys, Values: prep.Values, KeyScales: prep.KeyScales, ValueScales: prep.ValueScales,
+		List: choose.List, Count: choose.Count,
 		Partial: l.rows("attention parts", 4*w.Heads*splits*(w.HeadDim+2)),
 		Heads:   prep.Heads, Kv: prep.Kv, Hd: prep.Hd, Tokens: prep.Tokens, ListLd: choose.ListLd, Splits: splits,
 	}
@@ -393,6 +406,10 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 	out := part(l.matrix(w.Out), s.bufs[op.Out], w.Out.N, 0, 0)
 	scorers, scorer := max(1, min(64, tiles(blocks, 8))), kernels.Score
 	grouped := !d.opt.Plain && w.HeadDim == 256 && w.Heads/w.KVHeads <= 16
+	attender := kernels.AttendGroup
+	if fp8 {
+		attender = kernels.AttendGroupFp8
+	}
 	var group kernels.AttendGroupParams
 	var join kernels.MergeGroupParams
 	if !d.opt.Plain && w.IndexDim == 128 && w.IndexHeads == 4 {
@@ -400,7 +417,8 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 	}
 	if grouped {
 		group = kernels.AttendGroupParams{
-			Rows: s.rows, Q: prep.Q, Keys: prep.Keys, Values: prep.Values, List: choose.List, Count: choose.Count, Heads: prep.Heads, Kv: prep.Kv, Tokens: prep.Tokens,
+			Rows: s.rows, Q: prep.Q, Keys: prep.Keys, Values: prep.Values, KeyScales: prep.KeyScales, ValueScales: prep.ValueScales,
+			List: choose.List, Count: choose.Count, Heads: prep.Heads, Kv: prep.Kv, Tokens: prep.Tokens,
 			ListLd: choose.ListLd, Splits: groupSplits, Partial: l.rows("attention groups", 4*w.Heads*groupSplits*256), Sums: l.rows("attention sums", 8*w.Heads*groupSplits),
 		}
 		join = kernels.MergeGroupParams{Partial: group.Partial, Sums: group.Sums, Count: group.Count, Qg: prep.Qg, Out: merge.Out, Heads: prep.Heads, Splits: groupSplits}
@@ -423,7 +441,7 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 			}
 		}
 		if grouped {
-			if err := start(p, kernels.AttendGroup, w.KVHeads, len(p.rows), groupSplits, 0, &group); err != nil {
+			if err := start(p, attender, w.KVHeads, len(p.rows), groupSplits, 0, &group); err != nil {
 				return err
 			}
 			if err := start(p, kernels.MergeGroup, w.Heads, len(p.rows), 1, 0, &join); err != nil {

@@ -68,11 +68,15 @@ type watch struct {
 	nth      int
 	names    []string // in order of their first launch
 	counts   map[string]int
+	inside   func(op string) // called where an operation begins; for tests
 }
 
 // enter begins an operation; its kind is its name's first word, or all of it without a number.
 func (w *watch) enter(op string) {
 	w.op, w.nth = strings.TrimRight(op, " 0123456789"), 0
+	if w.inside != nil {
+		w.inside(op)
+	}
 }
 
 // passes says whether the next kernel is to be launched.

@@ -111,14 +111,15 @@ func (p *pass) tunedBest(hd *head, x driver.Ptr, n int) error {
 	return nil
 }
 
-// project multiplies rows of FP32, or of BF16 with a factor for each dim values that squares gives, if there is a kernel for the parts.
-func (p *pass) project(x, squares driver.Ptr, dim int, eps float64, ld, rows int, parts []plain.Part) (ok bool, err error) {
+// project multiplies rows of FP32, or of BF16 with a factor for each dim values that squares gives, if there is a kernel for the parts. It
+// does shift on the side.
+func (p *pass) project(x, squares driver.Ptr, dim int, eps float64, ld, rows int, parts []plain.Part, shift plain.Shift) (ok bool, err error) {
 	d := p.s.d
 	if d.opt.Plain || !projects(d, ld, parts) {
 		return false, nil
 	}
 	e4m3 := plain.Format(parts[0].M.Format) != plain.BF16
-	q := plain.ProjectParams{XLd: uint32(ld), K: uint32(ld), Dim: uint32(dim), Parts: uint32(len(parts)), Eps: float32(eps)}
+	q := plain.ProjectParams{XLd: uint32(ld), K: uint32(ld), Dim: uint32(dim), Parts: uint32(len(parts)), Eps: float32(eps), Shift: shift}
 	kernel := plain.ProjectBf16
 	if e4m3 {
 		kernel = plain.ProjectE4m3
@@ -142,6 +143,7 @@ func (p *pass) project(x, squares driver.Ptr, dim int, eps float64, ld, rows int
 		if err := start(p, kernel, d.owner.Device().SMs, 1, 1, uint32(plain.ProjectShared(e4m3, int(q.R), ld)), &q); err != nil {
 			return false, err
 		}
+		q.Shift.Count = 0 // once
 	}
 	return true, nil
 }

@@ -2,7 +2,7 @@
 //
 //   score_keys     index scores of complete blocks, half a warp a key. Grid: any, row.
 //   attend_group   a split of a row's attention for all queries of a key head: tensor instructions, scores and sums in FP32, weights as a
-//                  BF16 part and what that leaves. Grid: key head, row, split.
+//                  BF16 part and what that leaves. attend_group_fp8: keys and values are E4M3 with a scale. Grid: key head, row, split.
 //   merge_group    all splits of a head, times the output gate. Grid: head, row.
 //   select_blocks  the tokens a row attends to, ascending: best blocks, ties to the lower, and the tail. Any shape. Grid: segment, row.
 //
@@ -45,36 +45,46 @@ NINFER_KERNEL(score_keys, ScoreParams, 256, 2) {
   }
 }
 
-static constexpr uint32_t kSegment = 8192;  // scores a block holds, eight a thread
+static constexpr uint32_t kSegment = 4096;  // scores a block holds, four a thread
 
-// Which of a block's keys, eight a thread in order, are among the best `most`: one bit each. Keys beyond `valid` do not count. before is how
+// Which of a block's keys, K a thread in order, are among the best `most`: one bit each. Keys beyond `valid` do not count. before is how
 // many are taken by the threads before this one.
+template <uint32_t K>
 DEVICE uint32_t best_of(const uint32_t* key, uint32_t valid, uint32_t most, uint32_t& before, uint32_t& taken) {
   __shared__ uint32_t counts[2][2][32], scan[32];
-  const uint32_t t = threadIdx.x, warp = t / 32, lane = t % 32, own = min(8u, valid > t * 8 ? valid - t * 8 : 0u);
-  uint32_t threshold = 0, above = 0;  // of keys that are larger
-  if (valid > most) {
-    // The largest threshold that most keys reach, two bits at a time.
+  const uint32_t t = threadIdx.x, warp = t / 32, lane = t % 32, own = min(K, valid > t * K ? valid - t * K : 0u);
+  const uint32_t warps = (valid + 32 * K - 1) / (32 * K);  // that have keys
+  uint32_t threshold = 0, need = valid;  // keys above the threshold are taken, and so many of those that equal it
+  __syncthreads();
+  if (t < 32) counts[0][0][t] = counts[0][1][t] = counts[1][0][t] = counts[1][1][t] = scan[t] = 0;
+  __syncthreads();
+  if (valid > most && warp < warps) {
+    // The largest threshold that most keys reach, two bits at a time; where exactly most reach it the rest does not matter.
     for (int shift = 30, turn = 0; shift >= 0; shift -= 2, turn ^= 1) {
       uint32_t a = 0, b = 0;
 #pragma unroll
-      for (uint32_t i = 0; i < 8; i++)
+      for (uint32_t i = 0; i < K; i++)
         if (i < own) {
           a += (key[i] >= (threshold | 1u << shift) ? 1u : 0u) + (key[i] >= (threshold | 2u << shift) ? 1u << 16 : 0u);
           b += key[i] >= (threshold | 3u << shift) ? 1u : 0u;
         }
       a = __reduce_add_sync(~0u, a), b = __reduce_add_sync(~0u, b);
       if (lane == 0) counts[turn][0][warp] = a, counts[turn][1][warp] = b;
-      __syncthreads();
+      asm volatile("bar.sync 1, %0;" ::"r"(warps * 32) : "memory");
       a = __reduce_add_sync(~0u, counts[turn][0][lane]), b = __reduce_add_sync(~0u, counts[turn][1][lane]);
-      if (b >= most) threshold |= 3u << shift;
-      else if (a >> 16 >= most) threshold |= 2u << shift;
-      else if ((a & 0xffff) >= most) threshold |= 1u << shift;
+      uint32_t reach = most + 1;
+      if (b >= most) threshold |= 3u << shift, reach = b;
+      else if (a >> 16 >= most) threshold |= 2u << shift, reach = a >> 16;
+      else if ((a & 0xffff) >= most) threshold |= 1u << shift, reach = a & 0xffff;
+      if (reach == most) {
+        threshold--;
+        break;
+      }
     }
   }
   uint32_t larger = 0, equal = 0;
 #pragma unroll
-  for (uint32_t i = 0; i < 8; i++)
+  for (uint32_t i = 0; i < K; i++)
     if (i < own) larger += key[i] > threshold, equal += key[i] == threshold;
   // Counts of both before this thread, in one scan.
   const uint32_t mine = larger << 16 | equal;
@@ -84,7 +94,6 @@ DEVICE uint32_t best_of(const uint32_t* key, uint32_t valid, uint32_t most, uint
     const uint32_t other = __shfl_up_sync(~0u, sum, o);
     if (lane >= o) sum += other;
   }
-  __syncthreads();
   if (lane == 31) scan[warp] = sum;
   __syncthreads();
   uint32_t rest = scan[lane];
@@ -93,15 +102,14 @@ DEVICE uint32_t best_of(const uint32_t* key, uint32_t valid, uint32_t most, uint
     const uint32_t other = __shfl_up_sync(~0u, rest, o);
     if (lane >= o) rest += other;
   }
-  const uint32_t total = __shfl_sync(~0u, rest, 31), ahead = warp ? __shfl_sync(~0u, rest, warp ? warp - 1 : 0) : 0;
-  sum += ahead - mine;
-  above = total >> 16;
-  const uint32_t need = valid > most ? most - above : valid;  // of those that are equal
+  const uint32_t total = __shfl_sync(~0u, rest, 31), ahead = __shfl_sync(~0u, rest, warp ? warp - 1 : 0);
+  sum += (warp ? ahead : 0) - mine;
+  if (valid > most) need = most - (total >> 16);
   uint32_t ties = sum & 0xffff, bits = 0;
   before = (sum >> 16) + min(ties, need);
   taken = min(valid, most);
 #pragma unroll
-  for (uint32_t i = 0; i < 8; i++)
+  for (uint32_t i = 0; i < K; i++)
     if (i < own) {
       const bool tie = key[i] == threshold;
       if (key[i] > threshold || (tie && ties < need)) bits |= 1u << i;
@@ -129,10 +137,10 @@ NINFER_KERNEL(select_blocks, SelectParams, 1024, 1) {
   const float* scores = p.scores + (uint64_t)r * p.blocks + segment * kSegment;
 #pragma unroll
   for (uint32_t i = 0; i < 8; i++) {
-    id[i] = segment * kSegment + t * 8 + i;
-    key[i] = t * 8 + i < valid ? float_key(__ldcg(scores + t * 8 + i)) : 0;
+    id[i] = segment * kSegment + t * 4 + i;
+    key[i] = i < 4 && t * 4 + i < valid ? float_key(__ldcg(scores + t * 4 + i)) : 0;
   }
-  uint32_t bits = best_of(key, valid, p.most, before, taken);
+  uint32_t bits = best_of<4>(key, valid, p.most, before, taken);
   if (segments > 1) {
     // Each segment leaves its best in order; the last one to arrive chooses among them.
     uint32_t* best = p.best + (uint64_t)r * gridDim.x * p.most * 2;
@@ -160,7 +168,7 @@ NINFER_KERNEL(select_blocks, SelectParams, 1024, 1) {
         key[i] = v.x, id[i] = v.y;
       }
     }
-    bits = best_of(key, valid, p.most, before, taken);
+    bits = best_of<8>(key, valid, p.most, before, taken);
   }
 #pragma unroll
   for (uint32_t i = 0; i < 8; i++)
@@ -185,7 +193,23 @@ DEVICE void tensor_bf16(float* acc, uint32_t a0, uint32_t a1, uint32_t a2, uint3
       : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-NINFER_KERNEL(attend_group, AttendGroupParams, kGroup, 1) {
+// Sixteen E4M3 codes to BF16 pairs, exactly.
+DEVICE void codes_to_bf16(uint4 c, uint32_t* out) {
+  const uint32_t w[4] = {c.x, c.y, c.z, c.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    uint32_t h[2];
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}" : "=r"(h[0]), "=r"(h[1]) : "r"(w[i]));
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const float2 f = __half22float2(*(const __half2*)&h[j]);
+      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out[2 * i + j]) : "f"(f.y), "f"(f.x));
+    }
+  }
+}
+
+template <bool F8>
+DEVICE void attend_for(const AttendGroupParams& p) {
   __shared__ __align__(16) uint8_t query[16 * kPitch], value[kKeys * kPitch], weights[2][16][kKeys * 2 + 16];
   __shared__ float most[4][16], total[4][16];
   pdl();
@@ -207,31 +231,58 @@ NINFER_KERNEL(attend_group, AttendGroupParams, kGroup, 1) {
   for (int i = 0; i < 8; i++) acc[i][0] = acc[i][1] = acc[i][2] = acc[i][3] = 0.0f;
   for (uint32_t at = begin; at < end; at += kKeys) {
     const bool live = at + warp * 8 + g < end;
-    uint4 key[8];
+    constexpr int kChunks = F8 ? 4 : 8;  // of 64 bytes of a key
+    uint4 key[kChunks];
+    float key_scale[2] = {1.0f, 1.0f}, value_scale[2] = {1.0f, 1.0f};  // of keys 2*q4 and one more of the warp's eight
     {
-      const uint4* from = (const uint4*)(p.keys + (plane + (uint64_t)(live ? __ldcg(list + at + warp * 8 + g) : 0) * p.kv) * 256) + q4;
+      const uint64_t line = plane + (uint64_t)(live ? __ldcg(list + at + warp * 8 + g) : 0) * p.kv;
+      const uint4* from = (const uint4*)((const uint8_t*)p.keys + line * (F8 ? 256 : 512)) + q4;
 #pragma unroll
-      for (int c = 0; c < 8; c++) key[c] = live ? from[c * 4] : make_uint4(0, 0, 0, 0);
+      for (int c = 0; c < kChunks; c++) key[c] = live ? from[c * 4] : make_uint4(0, 0, 0, 0);
+      if (F8) {
+        const float ks = live ? from_bf16(p.key_scales[line]) : 0.0f, vs = live ? from_bf16(p.value_scales[line]) : 0.0f;
+#pragma unroll
+        for (int i = 0; i < 2; i++) key_scale[i] = __shfl_sync(~0u, ks, (2 * q4 + i) * 4), value_scale[i] = __shfl_sync(~0u, vs, (2 * q4 + i) * 4);
+      }
     }
     __syncthreads();  // the values of the round before have been used
     {
       const uint32_t k = t / 4;
       const bool on = at + k < end;
-      const uint4* from = (const uint4*)(p.values + (plane + (uint64_t)(on ? __ldcg(list + at + k) : 0) * p.kv) * 256) + t % 4;
+      const uint4* from = (const uint4*)((const uint8_t*)p.values + (plane + (uint64_t)(on ? __ldcg(list + at + k) : 0) * p.kv) * (F8 ? 256 : 512)) + t % 4;
+      uint4 v[kChunks];
 #pragma unroll
-      for (int i = 0; i < 8; i++) *(uint4*)(value + k * kPitch + (t % 4 + 4 * i) * 16) = on ? from[4 * i] : make_uint4(0, 0, 0, 0);
+      for (int i = 0; i < kChunks; i++) v[i] = on ? from[4 * i] : make_uint4(0, 0, 0, 0);
+#pragma unroll
+      for (int i = 0; i < kChunks; i++) {
+        uint8_t* to = value + k * kPitch + (t % 4 + 4 * i) * (F8 ? 32 : 16);
+        if (F8) {
+          uint32_t w[8];
+          codes_to_bf16(v[i], w);
+          *(uint4*)to = make_uint4(w[0], w[1], w[2], w[3]);
+          *(uint4*)(to + 16) = make_uint4(w[4], w[5], w[6], w[7]);
+        } else {
+          *(uint4*)to = v[i];
+        }
+      }
     }
     if (at == begin) __syncthreads();  // the queries are there
     float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-    for (int c = 0; c < 8; c++) {
-      const uint4 a = *(const uint4*)(query + g * kPitch + c * 64 + q4 * 16), b = *(const uint4*)(query + (g + 8) * kPitch + c * 64 + q4 * 16);
-      tensor_bf16(s, a.x, b.x, a.y, b.y, key[c].x, key[c].y);
-      tensor_bf16(s, a.z, b.z, a.w, b.w, key[c].z, key[c].w);
+    for (int c = 0; c < kChunks; c++) {
+      uint32_t k[8] = {key[c].x, key[c].y, key[c].z, key[c].w, 0, 0, 0, 0};
+      if (F8) codes_to_bf16(key[c], k);
+#pragma unroll
+      for (int i = 0; i < (F8 ? 2 : 1); i++) {
+        const uint32_t from = F8 ? c * 128 + q4 * 32 + i * 16 : c * 64 + q4 * 16;
+        const uint4 a = *(const uint4*)(query + g * kPitch + from), b = *(const uint4*)(query + (g + 8) * kPitch + from);
+        tensor_bf16(s, a.x, b.x, a.y, b.y, k[4 * i], k[4 * i + 1]);
+        tensor_bf16(s, a.z, b.z, a.w, b.w, k[4 * i + 2], k[4 * i + 3]);
+      }
     }
     // s[0..1]: query g, keys 2*q4 and one more of the warp's eight; s[2..3]: query g+8.
 #pragma unroll
-    for (int i = 0; i < 4; i++) s[i] = at + warp * 8 + 2 * q4 + i % 2 < end ? s[i] * 0.0625f : -INFINITY;
+    for (int i = 0; i < 4; i++) s[i] = at + warp * 8 + 2 * q4 + i % 2 < end ? s[i] * key_scale[i % 2] * 0.0625f : -INFINITY;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       float m = fmaxf(s[2 * i], s[2 * i + 1]);
@@ -252,11 +303,12 @@ NINFER_KERNEL(attend_group, AttendGroupParams, kGroup, 1) {
       sum[i] = sum[i] * old + e;  // of this warp's keys
 #pragma unroll
       for (int j = 0; j < 8; j++) acc[j][2 * i] *= old, acc[j][2 * i + 1] *= old;
-      const bf16 h0 = to_bf16(e0), h1 = to_bf16(e1);
+      const float w0 = e0 * value_scale[0], w1 = e1 * value_scale[1];
+      const bf16 h0 = to_bf16(w0), h1 = to_bf16(w1);
       bf16* w = (bf16*)weights[0][h] + warp * 8 + 2 * q4;
       w[0] = h0, w[1] = h1;
       w = (bf16*)weights[1][h] + warp * 8 + 2 * q4;
-      w[0] = to_bf16(e0 - from_bf16(h0)), w[1] = to_bf16(e1 - from_bf16(h1));
+      w[0] = to_bf16(w0 - from_bf16(h0)), w[1] = to_bf16(w1 - from_bf16(h1));
     }
     __syncthreads();
     // This warp's 64 columns of weights times values.
@@ -298,17 +350,29 @@ NINFER_KERNEL(attend_group, AttendGroupParams, kGroup, 1) {
   }
 }
 
+NINFER_KERNEL(attend_group, AttendGroupParams, kGroup, 1) { attend_for<false>(p); }
+NINFER_KERNEL(attend_group_fp8, AttendGroupParams, kGroup, 1) { attend_for<true>(p); }
+
 static constexpr int kMerge = 1024;
-static constexpr uint32_t kSplits = 128;  // at most
+static constexpr uint32_t kSplits = 72;  // at most
 
 NINFER_KERNEL(merge_group, MergeGroupParams, kMerge, 1) {
   __shared__ float factor[kSplits], part[4][256], shared[33];
+  if (p.trigger == 0) pdl_trigger();
   pdl_wait();
+  if (p.trigger == 1) pdl_trigger();
   const uint32_t head = blockIdx.x, r = blockIdx.y, t = threadIdx.x, c = t % 256, quarter = t / 256;
   const uint32_t n = __ldcg(p.count + r), share = share_of(n, p.splits), used = (n + share - 1) / share;
   const uint64_t from = ((uint64_t)r * p.heads + head) * p.splits;
+  constexpr int kMine = kSplits / 4;
+  float mine[kMine];  // asked for before their factors are known
+#pragma unroll
+  for (int i = 0; i < kMine; i++) {
+    const uint32_t split = quarter + 4 * i;
+    mine[i] = split < used ? __ldcg(p.partial + (from + split) * 256 + c) : 0.0f;
+  }
   const float gate = from_bf16(p.qg[((uint64_t)r * p.heads + head) * 512 + 256 + c]);
-  if (t < kSplits) {
+  if (t < 128) {
     const float2 s = t < used ? __ldcg((const float2*)p.sums + from + t) : make_float2(-INFINITY, 0.0f);
     float top = s.x;
 #pragma unroll
@@ -317,16 +381,16 @@ NINFER_KERNEL(merge_group, MergeGroupParams, kMerge, 1) {
     asm volatile("bar.sync 1, 128;" ::: "memory");
     top = fmaxf(fmaxf(shared[0], shared[1]), fmaxf(shared[2], shared[3]));
     const float e = t < used ? expf(s.x - top) : 0.0f;
-    factor[t] = e;
+    if (t < kSplits) factor[t] = e;
     const float sum = warp_sum(e * s.y);
     if (t % 32 == 0) shared[8 + t / 32] = sum;
   }
   __syncthreads();
   float v = 0.0f;
-#pragma unroll 8
-  for (uint32_t i = quarter; i < used; i += 4) v = fmaf(factor[i], __ldcg(p.partial + (from + i) * 256 + c), v);
+#pragma unroll
+  for (int i = 0; i < kMine; i++) v = fmaf(factor[quarter + 4 * i], mine[i], v);
   part[quarter][c] = v;
-  pdl_trigger();  // the output projection's weights must not stand in the way of these
+  if (p.trigger == 2) pdl_trigger();
   __syncthreads();
   if (quarter) return;
   v = part[0][c] + part[1][c] + part[2][c] + part[3][c];

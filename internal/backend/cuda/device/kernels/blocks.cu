@@ -5,7 +5,7 @@
 //
 //   conv       depthwise causal convolution, thread a channel. Grid: channels/256, lane.
 //   delta      gated delta rule and gated norm, block a value head; S in shared memory. Grid: head, lane.
-//   delta_quarters  the same for heads of 128, a quarter of a head's columns a block, S in registers and there before the wait; the norm's
+//   delta_quarters  convolution of four taps and the same for heads of 128, a quarter of a head's columns a block, S in registers and there before the wait; the norm's
 //              factor is left to the next product (project.cu). Grid: head, lane, quarter.
 //   prep       norms and rotation of queries and keys, append to the planes, index key of a block that a row completes. Grid: head, row.
 //   score      index scores of complete blocks. Grid: any, row.
@@ -82,10 +82,14 @@ NINFER_KERNEL(delta, DeltaParams, kDelta, 1) {
   const uint32_t t = threadIdx.x, j = t % dim, part = t / dim;
   const bool on = part < 4;
   const uint32_t i0 = dim * part / 4, i1 = dim * (part + 1) / 4;  // keys of this part
-  float* state = p.state + ((uint64_t)lane.slot * p.heads + head) * dim * dim;
+  const uint64_t state = ((uint64_t)lane.slot * p.heads + head) * dim * dim;
+  auto put = [&](uint32_t i, float v) {
+    if (p.half_state) ((bf16*)p.state)[state + i] = to_bf16(v);
+    else ((float*)p.state)[state + i] = v;
+  };
   const uint32_t size = 1 + 2 * dim;
   float* records = p.records + ((uint64_t)lane.slot * p.verify * p.heads + head) * size;
-  for (uint32_t i = t; i < dim * dim; i += kDelta) S[i] = state[i];
+  for (uint32_t i = t; i < dim * dim; i += kDelta) S[i] = p.half_state ? from_bf16(((const bf16*)p.state)[state + i]) : ((const float*)p.state)[state + i];
   __syncthreads();
   for (uint32_t f = 0; f < lane.fold; f++) {
     const float* rec = records + (uint64_t)f * p.heads * size;
@@ -93,8 +97,12 @@ NINFER_KERNEL(delta, DeltaParams, kDelta, 1) {
       for (uint32_t i = i0; i < i1; i++) S[i * dim + j] = fmaf(rec[1 + i], rec[1 + dim + j], __fmul_rn(S[i * dim + j], rec[0]));
     __syncthreads();
   }
+  if (lane.fold && p.half_state) {  // as if it had been kept and read again
+    for (uint32_t i = t; i < dim * dim; i += kDelta) S[i] = round_bf16(S[i]);
+    __syncthreads();
+  }
   if (lane.fold && lane.record)
-    for (uint32_t i = t; i < dim * dim; i += kDelta) state[i] = S[i];
+    for (uint32_t i = t; i < dim * dim; i += kDelta) put(i, S[i]);
   const float rate = -expf(p.alog[head]);
   for (uint32_t row = lane.first; row < lane.first + lane.rows; row++) {
     const float* line = p.qkv + (uint64_t)row * c;
@@ -141,7 +149,7 @@ NINFER_KERNEL(delta, DeltaParams, kDelta, 1) {
   }
   if (!lane.record) {
     __syncthreads();
-    for (uint32_t i = t; i < dim * dim; i += kDelta) state[i] = S[i];
+    for (uint32_t i = t; i < dim * dim; i += kDelta) put(i, S[i]);
   }
 }
 
@@ -149,20 +157,37 @@ static constexpr int kQuarter = 128;
 
 NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 1) {
   constexpr uint32_t D = 128;
-  __shared__ float raw[2][D], parts[4][3], sums[4][8][8];
+  __shared__ float raw[3][D], parts[4][3], sums[4][8][8];
   const uint32_t head = blockIdx.x, quarter = blockIdx.z, group = p.heads / p.key_heads, c = (2 * p.key_heads + p.heads) * D;
   const uint32_t t = threadIdx.x, warp = t / 32, c4 = t % 8, i0 = t / 8 * 8, j0 = quarter * 32 + c4 * 4;  // keys i0..i0+7, columns j0..j0+3
   const Lane lane = p.lanes[blockIdx.y];
-  float* state = p.state + ((uint64_t)lane.slot * p.heads + head) * D * D;
+  const uint64_t state = ((uint64_t)lane.slot * p.heads + head) * D * D + i0 * D + j0;
   const uint32_t size = 1 + 2 * D;
   float* records = p.records + ((uint64_t)lane.slot * p.verify * p.heads + head) * size;
+  if (p.trigger == 0) pdl_trigger();
   // State and records are a step old, the rest constant: here before the wait.
   float S[8][4];
 #pragma unroll
   for (int i = 0; i < 8; i++) {
-    const float4 v = *(const float4*)(state + (i0 + i) * D + j0);
-    S[i][0] = v.x, S[i][1] = v.y, S[i][2] = v.z, S[i][3] = v.w;
+    if (p.half_state) {
+      const uint2 v = *(const uint2*)((const bf16*)p.state + state + i * D);
+      S[i][0] = lo(v.x), S[i][1] = hi(v.x), S[i][2] = lo(v.y), S[i][3] = hi(v.y);
+    } else {
+      const float4 v = *(const float4*)((const float*)p.state + state + i * D);
+      S[i][0] = v.x, S[i][1] = v.y, S[i][2] = v.z, S[i][3] = v.w;
+    }
   }
+  auto put = [&]() {
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      if (p.half_state) {
+        __nv_bfloat162 v[2] = {__floats2bfloat162_rn(S[i][0], S[i][1]), __floats2bfloat162_rn(S[i][2], S[i][3])};
+        *(uint2*)((bf16*)p.state + state + i * D) = *(const uint2*)v;
+      } else {
+        *(float4*)((float*)p.state + state + i * D) = make_float4(S[i][0], S[i][1], S[i][2], S[i][3]);
+      }
+    }
+  };
   for (uint32_t f = 0; f < lane.fold; f++) {
     const float* rec = records + (uint64_t)f * p.heads * size;
     const float decay = rec[0];
@@ -173,28 +198,57 @@ NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 1) {
       for (int j = 0; j < 4; j++) S[i][j] = fmaf(k, rec[1 + D + j0 + j], __fmul_rn(S[i][j], decay));
     }
   }
+  if (lane.fold && p.half_state)  // as if it had been kept and read again
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) S[i][j] = round_bf16(S[i][j]);
+  // The convolution's channels of this thread: of query, key, and for the first warp of value.
+  const uint32_t channel[3] = {head / group * D + t, (p.key_heads + head / group) * D + t, (2 * p.key_heads + head) * D + quarter * 32 + t % 32};
+  float past[3][3], tap[3][4];
+#pragma unroll
+  for (int i = 0; i < 3; i++) {
+    if (i == 2 && t >= 32) continue;
+#pragma unroll
+    for (uint32_t j = 0; j < 3; j++) {
+      const uint32_t at = lane.fold + j;  // window and records are one sequence
+      past[i][j] = from_bf16(at < 3 ? p.window[((uint64_t)lane.slot * 3 + at) * c + channel[i]]
+                                    : p.inputs[((uint64_t)lane.slot * p.verify + at - 3) * c + channel[i]]);
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < 4; j++) tap[i][j] = p.conv[j * c + channel[i]];
+  }
   const float rate = -expf(p.alog[head]), dt = p.dt[head];
   float norm[4];
 #pragma unroll
   for (int j = 0; j < 4; j++) norm[j] = p.norm[j0 + j];
   pdl_wait();
-  if (lane.fold && lane.record)
-#pragma unroll
-    for (int i = 0; i < 8; i++) *(float4*)(state + (i0 + i) * D + j0) = make_float4(S[i][0], S[i][1], S[i][2], S[i][3]);
+  if (p.trigger == 1) pdl_trigger();
+  if (lane.fold && lane.record) put();
   for (uint32_t row = lane.first; row < lane.first + lane.rows; row++) {
-    const float* line = p.qkv + (uint64_t)row * c;
-    const float qv = __ldcg(line + head / group * D + t), kv = __ldcg(line + (p.key_heads + head / group) * D + t);
-    const float4 v4 = __ldcg((const float4*)(line + (2 * p.key_heads + head) * D + j0));
-    const float v[4] = {v4.x, v4.y, v4.z, v4.w};
+    const bf16* line = p.x + (uint64_t)row * c;
+    float convolved[3];
+#pragma unroll
+    for (int i = 0; i < 3; i++) {
+      if (i == 2 && t >= 32) continue;
+      const float now = __ushort_as_bfloat16(__ldcg((const unsigned short*)line + channel[i]));
+      float sum = 0.0f;
+#pragma unroll
+      for (int j = 0; j < 3; j++) sum = fmaf(tap[i][j], past[i][j], sum);
+      convolved[i] = silu(fmaf(tap[i][3], now, sum));
+      past[i][0] = past[i][1], past[i][1] = past[i][2], past[i][2] = now;
+    }
+    const float qv = convolved[0], kv = convolved[1];
     const uint64_t out = ((uint64_t)row * p.heads + head) * D + j0;
     const uint2 z2 = __ldcg((const uint2*)(p.z + out));
     const float decay = expf(rate * softplus(from_bf16(p.a[(uint64_t)row * p.heads + head]) + dt));
     const float beta = sigmoid(from_bf16(p.b[(uint64_t)row * p.heads + head]));
     raw[0][t] = qv, raw[1][t] = kv;
+    if (t < 32) raw[2][t] = convolved[2];
     const float qq = warp_sum(qv * qv), kk = warp_sum(kv * kv), qk = warp_sum(qv * kv);
     if (t % 32 == 0) parts[warp][0] = qq, parts[warp][1] = kk, parts[warp][2] = qk;
     __syncthreads();
-    if (row == lane.first) pdl_trigger();  // the next kernel's weights must not stand in the way of these
+    if (p.trigger == 2 && row == lane.first) pdl_trigger();
     const float qs = 1.0f / sqrtf(parts[0][0] + parts[1][0] + parts[2][0] + parts[3][0] + 1e-6f) / sqrtf((float)D);
     const float ks = 1.0f / sqrtf(parts[0][1] + parts[1][1] + parts[2][1] + parts[3][1] + 1e-6f);
     const float dot = (parts[0][2] + parts[1][2] + parts[2][2] + parts[3][2]) * qs * ks;
@@ -220,7 +274,9 @@ NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 1) {
       if (quarter == 0 && t == 0) rec[0] = decay;
     }
     __syncthreads();
-    float d[4], o[4], square = 0.0f;
+    float d[4], o[4], v[4], square = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 4; j++) v[j] = raw[2][c4 * 4 + j];
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       const float uj = sums[0][c4][j] + sums[1][c4][j] + sums[2][c4][j] + sums[3][c4][j];
@@ -252,9 +308,7 @@ NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 1) {
       }
     }
   }
-  if (!lane.record)
-#pragma unroll
-    for (int i = 0; i < 8; i++) *(float4*)(state + (i0 + i) * D + j0) = make_float4(S[i][0], S[i][1], S[i][2], S[i][3]);
+  if (!lane.record) put();
 }
 
 // Rotates the first rot values of v in shared memory, thread a pair; all threads of the block.
@@ -272,6 +326,35 @@ DEVICE void rotate(float* v, const float* inverse, uint32_t rot, const uint32_t*
   __syncthreads();
 }
 
+// Normalised Hadamard transform of width values in shared memory, a power of two of them, thread a value; all threads of the block.
+DEVICE void hadamard(float* v, uint32_t width) {
+  const uint32_t t = threadIdx.x;
+  for (uint32_t h = 1; h < width; h <<= 1) {
+    float a = 0.0f, b = 0.0f;
+    if (t < width) a = v[t], b = v[t ^ h];
+    __syncthreads();
+    if (t < width) v[t] = t & h ? b - a : a + b;
+    __syncthreads();
+  }
+  if (t < width) v[t] *= 1.0f / sqrtf((float)width);
+}
+
+// Keeps a head's values, thread a value, as E4M3 with a scale: their largest magnitude / 448 in BF16.
+DEVICE void keep_fp8(float x, uint32_t width, uint8_t* codes, bf16* scale, float* shared) {
+  const uint32_t t = threadIdx.x;
+  float most = t < width ? fabsf(x) : 0.0f;
+#pragma unroll
+  for (int o = 16; o; o >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
+  __syncthreads();
+  if (t % 32 == 0) shared[t / 32] = most;
+  __syncthreads();
+  for (uint32_t i = 0; i < blockDim.x / 32; i++) most = fmaxf(most, shared[i]);
+  uint16_t word = most > 0.0f ? max(__bfloat16_as_ushort(to_bf16(most / 448.0f)), (unsigned short)1) : 0;
+  const float s = __uint_as_float((uint32_t)word << 16);
+  if (t < width) codes[t] = word ? __nv_cvt_float_to_fp8(x / s, __NV_SATFINITE, __NV_E4M3) : 0;
+  if (t == 0) *scale = __ushort_as_bfloat16(word);
+}
+
 NINFER_KERNEL(prep, PrepParams, 256, 1) {
   __shared__ float shared[33], v[256];
   pdl();
@@ -283,10 +366,15 @@ NINFER_KERNEL(prep, PrepParams, 256, 1) {
   const float* w;
   bf16* out;
   uint32_t width = p.hd;
+  uint64_t head = token * p.kv + unit;
+  bool is_key = false, turned = p.key_scales != nullptr;
   if (unit < p.kv) {  // key
-    in = p.key + ((uint64_t)r * p.kv + unit) * p.hd, w = p.k_norm, out = p.keys + (token * p.kv + unit) * p.hd;
+    in = p.key + ((uint64_t)r * p.kv + unit) * p.hd, w = p.k_norm, out = (bf16*)p.keys + head * p.hd, is_key = true;
   } else if ((unit -= p.kv) < p.kv) {  // value
-    for (uint32_t i = t; i < p.hd; i += 256) p.values[(token * p.kv + unit) * p.hd + i] = p.value[((uint64_t)r * p.kv + unit) * p.hd + i];
+    head = token * p.kv + unit;
+    const bf16* from = p.value + ((uint64_t)r * p.kv + unit) * p.hd;
+    if (turned) keep_fp8(t < p.hd ? from_bf16(from[t]) : 0.0f, p.hd, (uint8_t*)p.values + head * p.hd, p.value_scales + head, shared);
+    else if (t < p.hd) ((bf16*)p.values)[head * p.hd + t] = from[t];
     return;
   } else if ((unit -= p.kv) == 0) {  // raw index key, positions
     for (uint32_t i = t; i < p.id; i += 256) p.raw[token * p.id + i] = p.index[((uint64_t)r * (p.ih + 1) + p.ih) * p.id + i];
@@ -308,14 +396,16 @@ NINFER_KERNEL(prep, PrepParams, 256, 1) {
   } else if (--unit < p.heads) {  // query
     in = p.qg + ((uint64_t)r * p.heads + unit) * 2 * p.hd, w = p.q_norm, out = p.q + ((uint64_t)r * p.heads + unit) * p.hd;
   } else {  // index query
-    unit -= p.heads, width = p.id;
+    unit -= p.heads, width = p.id, turned = false;
     in = p.index + ((uint64_t)r * (p.ih + 1) + unit) * p.id, w = p.iq_norm, out = p.iq + ((uint64_t)r * p.ih + unit) * p.id;
   }
   const float x = t < width ? from_bf16(in[t]) : 0.0f;
   const float scale = 1.0f / sqrtf(block_sum(x * x, shared) / width + p.eps);
   if (t < width) v[t] = x * scale * (1.0f + w[t]);
   rotate(v, p.inverse, p.rot, row.pos);
-  if (t < width) out[t] = to_bf16(v[t]);
+  if (turned) hadamard(v, width);
+  if (turned && is_key) keep_fp8(t < width ? v[t] : 0.0f, width, (uint8_t*)p.keys + head * p.hd, p.key_scales + head, shared);
+  else if (t < width) out[t] = to_bf16(v[t]);
 }
 
 NINFER_KERNEL(score, ScoreParams, 256, 1) {
@@ -355,7 +445,7 @@ NINFER_KERNEL(attend, AttendParams, kAttend, 1) {
   const uint32_t* list = p.list + (uint64_t)r * p.list_ld;
   const float scale = 1.0f / sqrtf((float)hd);
   const bf16* query = p.q + ((uint64_t)r * p.heads + head) * hd;
-  const bool fast = hd == 256;
+  const bool fast = hd == 256 && !p.key_scales;
   auto load = [&](const bf16* src, float* v) {  // value i of a lane is lane*8+i of 256, else lane+32*i
     if (fast) {
       const uint4 q = *(const uint4*)(src + lane * 8);
@@ -372,8 +462,18 @@ NINFER_KERNEL(attend, AttendParams, kAttend, 1) {
   for (uint32_t a = first + warp; a < end; a += kAttend / 32) {
     const uint64_t at = plane + (uint64_t)list[a] * kw;
     float k[8], v[8], s = 0.0f;
-    load(p.keys + at, k);
-    load(p.values + at, v);
+    if (p.key_scales) {
+      const uint64_t scale = ((uint64_t)row.slot * p.tokens + list[a]) * p.kv + head / (p.heads / p.kv);
+      const float ks = from_bf16(p.key_scales[scale]), vs = from_bf16(p.value_scales[scale]);
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        k[i] = lane + 32 * i < hd ? e4m3(((const uint8_t*)p.keys)[at + lane + 32 * i]) * ks : 0.0f;
+        v[i] = lane + 32 * i < hd ? e4m3(((const uint8_t*)p.values)[at + lane + 32 * i]) * vs : 0.0f;
+      }
+    } else {
+      load((const bf16*)p.keys + at, k);
+      load((const bf16*)p.values + at, v);
+    }
 #pragma unroll
     for (int i = 0; i < 8; i++) s = fmaf(q[i], k[i], s);
     s = warp_sum(s) * scale;

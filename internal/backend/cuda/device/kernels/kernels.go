@@ -56,8 +56,11 @@ const (
 	PartSigmoid2 = 4 // 2*sigmoid(scale*v)
 )
 
-// Segment is how many blocks of tokens a block of SelectBlocks looks at.
-const Segment = 8192
+// Segment is how many blocks of tokens a block of SelectBlocks looks at, and Candidates how many the last one can choose among.
+const (
+	Segment    = 4096
+	Candidates = 8192
+)
 
 // ProjectRows is how many activation rows a Project kernel takes.
 const ProjectRows = 4

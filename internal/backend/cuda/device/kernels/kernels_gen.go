@@ -15,36 +15,37 @@ type ID int
 
 // The kernels.
 const (
-	ScoreKeys     ID = iota // ScoreParams
-	SelectBlocks            // SelectParams
-	AttendGroup             // AttendGroupParams
-	MergeGroup              // MergeGroupParams
-	Conv                    // ConvParams
-	Delta                   // DeltaParams
-	DeltaQuarters           // DeltaParams
-	Prep                    // PrepParams
-	Score                   // ScoreParams
-	Attend                  // AttendParams
-	Merge                   // MergeParams
-	Route                   // RouteParams
-	Gemv                    // GemvParams
-	HcUp                    // HcUpParams
-	ExpertUp                // ExpertUpParams
-	ExpertDown              // ExpertDownParams
-	Pick                    // PickParams
-	ProjectBf16             // ProjectParams
-	ProjectE4m3             // ProjectParams
-	Embed                   // EmbedParams
-	Inject                  // InjectParams
-	StemNorm                // StemParams
-	StemAdd                 // StemAddParams
-	Carry                   // CarryParams
-	Table                   // TableParams
-	PleGate                 // PleGateParams
-	Gather                  // GatherParams
-	Words                   // WordsParams
-	Report                  // ReportParams
-	Sizes                   // SizesParams
+	ScoreKeys      ID = iota // ScoreParams
+	SelectBlocks             // SelectParams
+	AttendGroup              // AttendGroupParams
+	AttendGroupFp8           // AttendGroupParams
+	MergeGroup               // MergeGroupParams
+	Conv                     // ConvParams
+	Delta                    // DeltaParams
+	DeltaQuarters            // DeltaParams
+	Prep                     // PrepParams
+	Score                    // ScoreParams
+	Attend                   // AttendParams
+	Merge                    // MergeParams
+	Route                    // RouteParams
+	Gemv                     // GemvParams
+	HcUp                     // HcUpParams
+	ExpertUp                 // ExpertUpParams
+	ExpertDown               // ExpertDownParams
+	Pick                     // PickParams
+	ProjectBf16              // ProjectParams
+	ProjectE4m3              // ProjectParams
+	Embed                    // EmbedParams
+	Inject                   // InjectParams
+	StemNorm                 // StemParams
+	StemAdd                  // StemAddParams
+	Carry                    // CarryParams
+	Table                    // TableParams
+	PleGate                  // PleGateParams
+	Gather                   // GatherParams
+	Words                    // WordsParams
+	Report                   // ReportParams
+	Sizes                    // SizesParams
 	kernelCount
 )
 
@@ -52,6 +53,7 @@ var table = [kernelCount]kernelInfo{
 	{name: "score_keys", source: "attention", threads: 256},
 	{name: "select_blocks", source: "attention", threads: 1024},
 	{name: "attend_group", source: "attention", threads: (128)},
+	{name: "attend_group_fp8", source: "attention", threads: (128)},
 	{name: "merge_group", source: "attention", threads: (1024)},
 	{name: "conv", source: "blocks", threads: 256},
 	{name: "delta", source: "blocks", threads: (512)},
@@ -152,6 +154,18 @@ type ProjectPart struct {
 	Reserved uint32
 }
 
+// Shift mirrors the struct of that name in params.h.
+type Shift struct {
+	Lanes   driver.Ptr
+	X       driver.Ptr
+	Window  driver.Ptr
+	Records driver.Ptr
+	Count   uint32
+	C       uint32
+	Depth   uint32
+	Verify  uint32
+}
+
 // ProjectParams mirrors the struct of that name in params.h.
 type ProjectParams struct {
 	X       driver.Ptr
@@ -163,6 +177,7 @@ type ProjectParams struct {
 	Parts   uint32
 	Eps     float32
 	Part    [4]ProjectPart
+	Shift   Shift
 }
 
 // EmbedParams mirrors the struct of that name in params.h.
@@ -219,56 +234,64 @@ type ConvParams struct {
 
 // DeltaParams mirrors the struct of that name in params.h.
 type DeltaParams struct {
-	Lanes    driver.Ptr
-	Qkv      driver.Ptr
-	Z        driver.Ptr
-	A        driver.Ptr
-	B        driver.Ptr
-	Alog     driver.Ptr
-	Dt       driver.Ptr
-	Norm     driver.Ptr
-	State    driver.Ptr
-	Records  driver.Ptr
-	Out      driver.Ptr
-	Gated    driver.Ptr
-	Squares  driver.Ptr
-	KeyHeads uint32
-	Heads    uint32
-	Dim      uint32
-	Verify   uint32
-	Eps      float32
-	Reserved uint32
+	Lanes     driver.Ptr
+	Qkv       driver.Ptr
+	X         driver.Ptr
+	Conv      driver.Ptr
+	Window    driver.Ptr
+	Inputs    driver.Ptr
+	Z         driver.Ptr
+	A         driver.Ptr
+	B         driver.Ptr
+	Alog      driver.Ptr
+	Dt        driver.Ptr
+	Norm      driver.Ptr
+	State     driver.Ptr
+	Records   driver.Ptr
+	Out       driver.Ptr
+	Gated     driver.Ptr
+	Squares   driver.Ptr
+	KeyHeads  uint32
+	Heads     uint32
+	Dim       uint32
+	Verify    uint32
+	Eps       float32
+	HalfState uint32
+	Trigger   uint32
+	Reserved  uint32
 }
 
 // PrepParams mirrors the struct of that name in params.h.
 type PrepParams struct {
-	Rows      driver.Ptr
-	Qg        driver.Ptr
-	Key       driver.Ptr
-	Value     driver.Ptr
-	Index     driver.Ptr
-	QNorm     driver.Ptr
-	KNorm     driver.Ptr
-	IqNorm    driver.Ptr
-	Inverse   driver.Ptr
-	Q         driver.Ptr
-	Iq        driver.Ptr
-	Keys      driver.Ptr
-	Values    driver.Ptr
-	Raw       driver.Ptr
-	Positions driver.Ptr
-	IkNorm    driver.Ptr
-	BlockKeys driver.Ptr
-	Heads     uint32
-	Kv        uint32
-	Hd        uint32
-	Ih        uint32
-	Id        uint32
-	Rot       uint32
-	Tokens    uint32
-	Append    uint32
-	Ratio     uint32
-	Eps       float32
+	Rows        driver.Ptr
+	Qg          driver.Ptr
+	Key         driver.Ptr
+	Value       driver.Ptr
+	Index       driver.Ptr
+	QNorm       driver.Ptr
+	KNorm       driver.Ptr
+	IqNorm      driver.Ptr
+	Inverse     driver.Ptr
+	Q           driver.Ptr
+	Iq          driver.Ptr
+	Keys        driver.Ptr
+	Values      driver.Ptr
+	KeyScales   driver.Ptr
+	ValueScales driver.Ptr
+	Raw         driver.Ptr
+	Positions   driver.Ptr
+	IkNorm      driver.Ptr
+	BlockKeys   driver.Ptr
+	Heads       uint32
+	Kv          uint32
+	Hd          uint32
+	Ih          uint32
+	Id          uint32
+	Rot         uint32
+	Tokens      uint32
+	Append      uint32
+	Ratio       uint32
+	Eps         float32
 }
 
 // ScoreParams mirrors the struct of that name in params.h.
@@ -301,48 +324,54 @@ type SelectParams struct {
 
 // AttendParams mirrors the struct of that name in params.h.
 type AttendParams struct {
-	Rows    driver.Ptr
-	Q       driver.Ptr
-	Keys    driver.Ptr
-	Values  driver.Ptr
-	List    driver.Ptr
-	Count   driver.Ptr
-	Partial driver.Ptr
-	Heads   uint32
-	Kv      uint32
-	Hd      uint32
-	Tokens  uint32
-	ListLd  uint32
-	Splits  uint32
+	Rows        driver.Ptr
+	Q           driver.Ptr
+	Keys        driver.Ptr
+	Values      driver.Ptr
+	KeyScales   driver.Ptr
+	ValueScales driver.Ptr
+	List        driver.Ptr
+	Count       driver.Ptr
+	Partial     driver.Ptr
+	Heads       uint32
+	Kv          uint32
+	Hd          uint32
+	Tokens      uint32
+	ListLd      uint32
+	Splits      uint32
 }
 
 // AttendGroupParams mirrors the struct of that name in params.h.
 type AttendGroupParams struct {
-	Rows     driver.Ptr
-	Q        driver.Ptr
-	Keys     driver.Ptr
-	Values   driver.Ptr
-	List     driver.Ptr
-	Count    driver.Ptr
-	Partial  driver.Ptr
-	Sums     driver.Ptr
-	Heads    uint32
-	Kv       uint32
-	Tokens   uint32
-	ListLd   uint32
-	Splits   uint32
-	Reserved uint32
+	Rows        driver.Ptr
+	Q           driver.Ptr
+	Keys        driver.Ptr
+	Values      driver.Ptr
+	KeyScales   driver.Ptr
+	ValueScales driver.Ptr
+	List        driver.Ptr
+	Count       driver.Ptr
+	Partial     driver.Ptr
+	Sums        driver.Ptr
+	Heads       uint32
+	Kv          uint32
+	Tokens      uint32
+	ListLd      uint32
+	Splits      uint32
+	Reserved    uint32
 }
 
 // MergeGroupParams mirrors the struct of that name in params.h.
 type MergeGroupParams struct {
-	Partial driver.Ptr
-	Sums    driver.Ptr
-	Count   driver.Ptr
-	Qg      driver.Ptr
-	Out     driver.Ptr
-	Heads   uint32
-	Splits  uint32
+	Partial  driver.Ptr
+	Sums     driver.Ptr
+	Count    driver.Ptr
+	Qg       driver.Ptr
+	Out      driver.Ptr
+	Heads    uint32
+	Splits   uint32
+	Trigger  uint32
+	Reserved uint32
 }
 
 // MergeParams mirrors the struct of that name in params.h.
@@ -570,6 +599,15 @@ var layout = []uintptr{
 	offset(func(v *ProjectPart) *uint32 { return &v.OutLd }),
 	offset(func(v *ProjectPart) *uint32 { return &v.ScaleF32 }),
 	offset(func(v *ProjectPart) *uint32 { return &v.Reserved }),
+	sizeOf[Shift](),
+	offset(func(v *Shift) *driver.Ptr { return &v.Lanes }),
+	offset(func(v *Shift) *driver.Ptr { return &v.X }),
+	offset(func(v *Shift) *driver.Ptr { return &v.Window }),
+	offset(func(v *Shift) *driver.Ptr { return &v.Records }),
+	offset(func(v *Shift) *uint32 { return &v.Count }),
+	offset(func(v *Shift) *uint32 { return &v.C }),
+	offset(func(v *Shift) *uint32 { return &v.Depth }),
+	offset(func(v *Shift) *uint32 { return &v.Verify }),
 	sizeOf[ProjectParams](),
 	offset(func(v *ProjectParams) *driver.Ptr { return &v.X }),
 	offset(func(v *ProjectParams) *driver.Ptr { return &v.Squares }),
@@ -580,6 +618,7 @@ var layout = []uintptr{
 	offset(func(v *ProjectParams) *uint32 { return &v.Parts }),
 	offset(func(v *ProjectParams) *float32 { return &v.Eps }),
 	offset(func(v *ProjectParams) *[4]ProjectPart { return &v.Part }),
+	offset(func(v *ProjectParams) *Shift { return &v.Shift }),
 	sizeOf[EmbedParams](),
 	offset(func(v *EmbedParams) *driver.Ptr { return &v.Rows }),
 	offset(func(v *EmbedParams) *driver.Ptr { return &v.Media }),
@@ -623,6 +662,10 @@ var layout = []uintptr{
 	sizeOf[DeltaParams](),
 	offset(func(v *DeltaParams) *driver.Ptr { return &v.Lanes }),
 	offset(func(v *DeltaParams) *driver.Ptr { return &v.Qkv }),
+	offset(func(v *DeltaParams) *driver.Ptr { return &v.X }),
+	offset(func(v *DeltaParams) *driver.Ptr { return &v.Conv }),
+	offset(func(v *DeltaParams) *driver.Ptr { return &v.Window }),
+	offset(func(v *DeltaParams) *driver.Ptr { return &v.Inputs }),
 	offset(func(v *DeltaParams) *driver.Ptr { return &v.Z }),
 	offset(func(v *DeltaParams) *driver.Ptr { return &v.A }),
 	offset(func(v *DeltaParams) *driver.Ptr { return &v.B }),
@@ -639,6 +682,8 @@ var layout = []uintptr{
 	offset(func(v *DeltaParams) *uint32 { return &v.Dim }),
 	offset(func(v *DeltaParams) *uint32 { return &v.Verify }),
 	offset(func(v *DeltaParams) *float32 { return &v.Eps }),
+	offset(func(v *DeltaParams) *uint32 { return &v.HalfState }),
+	offset(func(v *DeltaParams) *uint32 { return &v.Trigger }),
 	offset(func(v *DeltaParams) *uint32 { return &v.Reserved }),
 	sizeOf[PrepParams](),
 	offset(func(v *PrepParams) *driver.Ptr { return &v.Rows }),
@@ -654,6 +699,8 @@ var layout = []uintptr{
 	offset(func(v *PrepParams) *driver.Ptr { return &v.Iq }),
 	offset(func(v *PrepParams) *driver.Ptr { return &v.Keys }),
 	offset(func(v *PrepParams) *driver.Ptr { return &v.Values }),
+	offset(func(v *PrepParams) *driver.Ptr { return &v.KeyScales }),
+	offset(func(v *PrepParams) *driver.Ptr { return &v.ValueScales }),
 	offset(func(v *PrepParams) *driver.Ptr { return &v.Raw }),
 	offset(func(v *PrepParams) *driver.Ptr { return &v.Positions }),
 	offset(func(v *PrepParams) *driver.Ptr { return &v.IkNorm }),
@@ -695,6 +742,8 @@ var layout = []uintptr{
 	offset(func(v *AttendParams) *driver.Ptr { return &v.Q }),
 	offset(func(v *AttendParams) *driver.Ptr { return &v.Keys }),
 	offset(func(v *AttendParams) *driver.Ptr { return &v.Values }),
+	offset(func(v *AttendParams) *driver.Ptr { return &v.KeyScales }),
+	offset(func(v *AttendParams) *driver.Ptr { return &v.ValueScales }),
 	offset(func(v *AttendParams) *driver.Ptr { return &v.List }),
 	offset(func(v *AttendParams) *driver.Ptr { return &v.Count }),
 	offset(func(v *AttendParams) *driver.Ptr { return &v.Partial }),
@@ -709,6 +758,8 @@ var layout = []uintptr{
 	offset(func(v *AttendGroupParams) *driver.Ptr { return &v.Q }),
 	offset(func(v *AttendGroupParams) *driver.Ptr { return &v.Keys }),
 	offset(func(v *AttendGroupParams) *driver.Ptr { return &v.Values }),
+	offset(func(v *AttendGroupParams) *driver.Ptr { return &v.KeyScales }),
+	offset(func(v *AttendGroupParams) *driver.Ptr { return &v.ValueScales }),
 	offset(func(v *AttendGroupParams) *driver.Ptr { return &v.List }),
 	offset(func(v *AttendGroupParams) *driver.Ptr { return &v.Count }),
 	offset(func(v *AttendGroupParams) *driver.Ptr { return &v.Partial }),
@@ -727,6 +778,8 @@ var layout = []uintptr{
 	offset(func(v *MergeGroupParams) *driver.Ptr { return &v.Out }),
 	offset(func(v *MergeGroupParams) *uint32 { return &v.Heads }),
 	offset(func(v *MergeGroupParams) *uint32 { return &v.Splits }),
+	offset(func(v *MergeGroupParams) *uint32 { return &v.Trigger }),
+	offset(func(v *MergeGroupParams) *uint32 { return &v.Reserved }),
 	sizeOf[MergeParams](),
 	offset(func(v *MergeParams) *driver.Ptr { return &v.Partial }),
 	offset(func(v *MergeParams) *driver.Ptr { return &v.Qg }),

@@ -61,12 +61,22 @@ struct ProjectPart {
   uint32_t rows, out_ld, scale_f32, reserved;
 };
 
+// A convolution's window still to be brought forward by the rows of a pass, or their records to be left.
+struct Shift {
+  const Lane* lanes;
+  const __nv_bfloat16* x;    // [R][c] inputs
+  __nv_bfloat16* window;     // [slots][depth][c]
+  __nv_bfloat16* records;    // [lanes][verify][c]
+  uint32_t count, c, depth, verify;  // count: of lanes, 0 for nothing to do
+};
+
 struct ProjectParams {
   const void* x;             // [r][x_ld]: FP32, or BF16 with squares
   const float* squares;      // [r][k/dim][4]: parts of the sum of squares of each dim values, or null
   uint32_t r, x_ld, k, dim, parts;  // r: 1..4
   float eps;
   ProjectPart part[4];
+  Shift shift;
 };
 
 struct EmbedParams {
@@ -111,21 +121,26 @@ struct ConvParams {
 
 struct DeltaParams {
   const Lane* lanes;
-  const float* qkv;          // [R][c]: after convolution
+  const float* qkv;          // [R][c]: after convolution; of delta
+  const __nv_bfloat16* x;    // [R][c]: before it; of delta_quarters, which leaves window and records alone
+  const float* conv;         // [4][c] taps
+  const __nv_bfloat16* window;   // [slots][3][c]
+  const __nv_bfloat16* inputs;   // [lanes][verify][c] records of the window
   const __nv_bfloat16* z;    // [R][heads*dim]
   const __nv_bfloat16* a;    // [R][heads]
   const __nv_bfloat16* b;    // [R][heads]
   const float* alog;         // [heads]
   const float* dt;           // [heads]
   const float* norm;         // [dim]
-  float* state;              // [slots][heads][dim][dim]
+  void* state;               // [slots][heads][dim][dim]: FP32, or BF16 with half_state
   float* records;            // [lanes][verify][heads][1+2*dim]: decay, key, correction
   float* out;                // [R][heads*dim]: of delta
   __nv_bfloat16* gated;      // [R][heads*dim], without the norm's factor: of delta_quarters
   float* squares;            // [R][heads][4]: of each quarter of a head
   uint32_t key_heads, heads, dim, verify;
   float eps;
-  uint32_t reserved;
+  uint32_t half_state;
+  uint32_t trigger, reserved;  // of delta_quarters: the next kernel may start 0 at once, 1 after the wait, 2 when the activations have been read
 };
 
 struct PrepParams {
@@ -140,8 +155,10 @@ struct PrepParams {
   const float* inverse;        // [rot/2]: inverse frequencies, then the axis of each as uint32_t
   __nv_bfloat16* q;            // [R][heads*hd]
   __nv_bfloat16* iq;           // [R][ih*id]
-  __nv_bfloat16* keys;         // [slots][tokens][kv*hd]
-  __nv_bfloat16* values;
+  void* keys;                  // [slots][tokens][kv*hd]: BF16, or E4M3 with scales
+  void* values;
+  __nv_bfloat16* key_scales;   // [slots][tokens][kv], or null; keys and queries are turned by a Hadamard transform then
+  __nv_bfloat16* value_scales;
   __nv_bfloat16* raw;          // [slots][tokens][id]
   uint32_t* positions;         // [slots][tokens][3]
   const float* ik_norm;        // [id]
@@ -173,8 +190,10 @@ struct SelectParams {
 struct AttendParams {
   const Row* rows;
   const __nv_bfloat16* q;      // [R][heads*hd]
-  const __nv_bfloat16* keys;   // [slots][tokens][kv*hd]
-  const __nv_bfloat16* values;
+  const void* keys;            // [slots][tokens][kv*hd]: BF16, or E4M3 with scales
+  const void* values;
+  const __nv_bfloat16* key_scales;  // [slots][tokens][kv], or null
+  const __nv_bfloat16* value_scales;
   const uint32_t* list;        // [R][list_ld]
   const uint32_t* count;       // [R]
   float* partial;              // [R][heads][splits][hd+2]: largest score, sum, values
@@ -184,8 +203,10 @@ struct AttendParams {
 struct AttendGroupParams {
   const Row* rows;
   const __nv_bfloat16* q;      // [R][heads*256]
-  const __nv_bfloat16* keys;   // [slots][tokens][kv*256]
-  const __nv_bfloat16* values;
+  const void* keys;            // [slots][tokens][kv*256]: BF16, or E4M3 with scales
+  const void* values;
+  const __nv_bfloat16* key_scales;  // [slots][tokens][kv], or null
+  const __nv_bfloat16* value_scales;
   const uint32_t* list;        // [R][list_ld]
   const uint32_t* count;       // [R]
   float* partial;              // [R][heads][splits][256]
@@ -199,7 +220,8 @@ struct MergeGroupParams {
   const uint32_t* count;       // [R]
   const __nv_bfloat16* qg;     // [R][heads*512]
   __nv_bfloat16* out;          // [R][heads*256]
-  uint32_t heads, splits;      // at most 128 splits
+  uint32_t heads, splits;      // at most 72 splits
+  uint32_t trigger, reserved;  // as in DeltaParams
 };
 
 struct MergeParams {

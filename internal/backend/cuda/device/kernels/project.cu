@@ -6,7 +6,8 @@
 //
 // x is FP32, or BF16 times a factor that belongs to a head: 1 over the root of the mean of its squares, which four blocks of the delta
 // rule have summed. Each of eight warps owns a run of k in all of the block's rows and streams it through copies that are private to a
-// lane, in flight before the dependency wait; sums meet in warp order once a tile of 16 rows.
+// lane, in flight before the dependency wait; sums meet in warp order once a tile of 16 rows. On the side the window of the convolution that
+// came before is brought forward: the delta rule's blocks share its channels, so none of them may write it.
 #include "common.cuh"
 
 extern __shared__ __align__(128) uint8_t room[];
@@ -62,6 +63,27 @@ DEVICE void operand8(const ProjectParams& p, uint32_t r, uint32_t k, float facto
   }
 }
 
+// The kernel before this one has read the window and is over.
+DEVICE void bring_forward(const Shift& s) {
+  const uint32_t share = (s.c + gridDim.x - 1) / gridDim.x, end = min(s.c, (blockIdx.x + 1) * share);
+  for (uint32_t i = 0; i < s.count; i++) {
+    const Lane lane = s.lanes[i];
+    const uint32_t shift = lane.fold + (lane.record ? 0 : lane.rows);
+    for (uint32_t c = blockIdx.x * share + threadIdx.x; c < end; c += kProject) {
+      bf16* window = s.window + (uint64_t)lane.slot * s.depth * s.c + c;
+      bf16* records = s.records + (uint64_t)lane.slot * s.verify * s.c + c;
+      const bf16* x = s.x + (uint64_t)lane.first * s.c + c;
+      for (uint32_t j = 0; j < s.depth && shift; j++) {  // window, records and new rows are one sequence
+        const uint32_t at = shift + j;
+        window[(uint64_t)j * s.c] = at < s.depth               ? window[(uint64_t)at * s.c]
+                                    : at < s.depth + lane.fold ? records[(uint64_t)(at - s.depth) * s.c]
+                                                               : x[(uint64_t)(at - s.depth - lane.fold) * s.c];
+      }
+      for (uint32_t r = 0; r < lane.rows && lane.record; r++) records[(uint64_t)r * s.c] = x[(uint64_t)r * s.c];
+    }
+  }
+}
+
 template <bool F8>
 DEVICE void project(const ProjectParams& p) {
   constexpr int W = kProject / 32;
@@ -108,6 +130,7 @@ DEVICE void project(const ProjectParams& p) {
     for (int i = 0; i < kDepth; i++) copy_next();
 
   pdl_wait();
+  if (p.shift.count) bring_forward(p.shift);
 
   // The warp's own share of the operand, which nobody else reads.
   float undo[2] = {1.0f, 1.0f};

@@ -168,9 +168,9 @@ NINFER_KERNEL(words, WordsParams, 256, 1) {
         else w |= (uint64_t)__bfloat16_as_ushort(to_bf16(v)) << (16 * j);
       }
     }
-    if (8 * i + 8 <= p.bytes) ((uint64_t*)p.dst)[i] = w;
+    if (8 * i + 8 <= p.bytes && ((uint64_t)p.dst & 7) == 0) ((uint64_t*)p.dst)[i] = w;
     else
-      for (uint32_t k = 0; 8 * i + k < p.bytes; k++) ((uint8_t*)p.dst)[8 * i + k] = w >> (8 * k);
+      for (uint32_t k = 0; k < 8 && 8 * i + k < p.bytes; k++) ((uint8_t*)p.dst)[8 * i + k] = w >> (8 * k);
   }
 }
 
