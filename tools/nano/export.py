@@ -59,17 +59,20 @@ class Grid:
         self.plain = [p for n, p in items if not special(n)]
         self.all = self.plain + [p for _, p in self.special]
 
+        self.exact = [torch.empty_like(p) for p in self.all]
+        self.short = [torch.empty_like(p, dtype=torch.bfloat16) for p in self.plain]
+
     @torch.no_grad()
     def __enter__(self):
-        self.exact = [p.clone() for p in self.all]
-        torch._foreach_copy_(self.plain, [p.to(torch.bfloat16) for p in self.plain])
+        torch._foreach_copy_(self.exact, self.all)
+        torch._foreach_copy_(self.short, self.plain)
+        torch._foreach_copy_(self.plain, self.short)
         for n, p in self.special:
             p.copy_(represented(n, p))
 
     @torch.no_grad()
     def __exit__(self, *a):
         torch._foreach_copy_(self.all, self.exact)
-        self.exact = None
 
 
 MTP_NAMES = {"mtp.norm_e": "mtp.pre_fc_norm_embedding.weight", "mtp.norm_h": "mtp.pre_fc_norm_hidden.weight"}

@@ -8,7 +8,7 @@ import config, data, judge, model
 
 GOLD = dict(
     chat_think=([dict(role="user", content="What does ninfer verify do?")], True),
-    chat_plain=([dict(role="user", content="Copy this: naïve 測試")], False))
+    chat_plain=([dict(role="user", content="Copy this: three green apples, 42")], False))
 
 
 def precise(f):

@@ -190,6 +190,10 @@ def main():
             except Exception:
                 traceback.print_exc()
         nano.compile()
+        try:
+            nano.record(ROWS, LENGTH); say("scans recorded")
+        except Exception:
+            nano.scans = {}; traceback.print_exc()
     grid = export.Grid(nano)
     ready, stop = queues.Queue(8), threading.Event()
     threading.Thread(target=loader, args=(stream, ready, stop), daemon=True).start()
