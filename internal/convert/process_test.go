@@ -3,6 +3,7 @@
 package convert
 
 import (
+	"bytes"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -184,6 +185,39 @@ func (s *subject) kill(t *testing.T, runs int, folder func() string) {
 // TestKill kills conversions of the small checkpoint into parts.
 func TestKill(t *testing.T) {
 	newSubject(t, micro, 1<<20, t.TempDir()).kill(t, 12, t.TempDir)
+}
+
+// TestCores: processes with one core and with two, into one file and into parts, write the same payload under the same id.
+func TestCores(t *testing.T) {
+	var want []byte
+	var id [16]byte
+	for _, parts := range []int64{0, 1 << 20} {
+		s := &subject{model: micro, parts: parts}
+		for _, cores := range []string{"1", "2"} {
+			out := filepath.Join(t.TempDir(), output)
+			if msg, err := s.child(out, "GOMAXPROCS="+cores).CombinedOutput(); err != nil {
+				t.Fatalf("%v: %s", err, msg)
+			}
+			f, err := artifact.Open(out)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer f.Close()
+			payload := make([]byte, f.PayloadBytes())
+			if _, err := f.ReadAt(payload, 0); err != nil {
+				t.Fatal(err)
+			}
+			if n := len(f.Directory().Files); (n > 1) != (parts > 0) {
+				t.Errorf("%d files for a limit of %d", n, parts)
+			}
+			if want == nil {
+				want, id = payload, f.ID()
+			}
+			if !bytes.Equal(payload, want) || f.ID() != id {
+				t.Errorf("%s cores, files of %d: other payload or id", cores, parts)
+			}
+		}
+	}
 }
 
 // TestFileSizeLimit: the system refuses the space. One line, status 1, nothing left.
