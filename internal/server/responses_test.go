@@ -281,13 +281,14 @@ func TestResponseFailed(t *testing.T) {
 // Tools in groups: the model sees one name, the client gets two (product.md 5.1).
 func TestResponseGroups(t *testing.T) {
 	gen := &script{}
-	s := start(t, setup{gen: gen, template: efforts, front: front.Options{Context: 4096}})
+	s := start(t, setup{gen: gen, template: efforts, front: front.Options{Context: 8192, MaxTokens: 1000}})
 	call := func(name string) string {
 		return "<tool_call>\n<function=" + name + ">\n</function>\n</tool_call>"
 	}
-	gen.ids = tokenizer().Encode("</think>" + call("crm__f") + "\n" + call("mcp__f") + "\n" + call("f") + "<|im_end|>")
+	long := strings.Repeat("n", 64)
+	gen.ids = tokenizer().Encode("</think>" + call("crm__f") + "\n" + call("mcp__f") + "\n" + call("f") + "\n" + call(long+"__"+long) + "<|im_end|>")
 	tools := `"tools":[{"type":"namespace","name":"crm","description":"Customers.","tools":[{"type":"function","name":"f","description":"Finds.","parameters":{"type":"object"},"strict":false}]},` +
-		`{"type":"namespace","name":"mcp__","tools":[{"type":"function","name":"f"}]},{"type":"function","description":null,"strict":null,"name":"f","parameters":{"b":1.0,"a":[]}}]`
+		`{"type":"namespace","name":"mcp__","tools":[{"type":"function","name":"f"}]},{"type":"namespace","name":"` + long + `","tools":[{"type":"function","name":"` + long + `"}]},{"type":"function","description":null,"strict":null,"name":"f","parameters":{"b":1.0,"a":[]}}]`
 	a := s.responses(t, `{"model":"m","input":"Q",`+tools+`}`)
 	var r toldResponse
 	if err := json.Unmarshal([]byte(a.body), &r); err != nil || a.status != 200 {
@@ -297,10 +298,10 @@ func TestResponseGroups(t *testing.T) {
 	for _, item := range r.Output {
 		got = append(got, item.Namespace+"/"+item.Name)
 	}
-	if want := []string{"crm/f", "mcp__/f", "/f"}; !slices.Equal(got, want) {
+	if want := []string{"crm/f", "mcp__/f", "/f", long + "/" + long}; !slices.Equal(got, want) {
 		t.Errorf("%q in %s", got, a.body)
 	}
-	want := `[{"type": "function", "function": {"name": "crm__f", "description": "Customers.\n\nFinds.", "parameters": {"type": "object"}}}, {"type": "function", "function": {"name": "mcp__f"}}, ` +
+	want := `[{"type": "function", "function": {"name": "crm__f", "description": "Customers.\n\nFinds.", "parameters": {"type": "object"}}}, {"type": "function", "function": {"name": "mcp__f"}}, {"type": "function", "function": {"name": "` + long + `__` + long + `"}}, ` +
 		`{"type": "function", "function": {"name": "f", "parameters": {"b": 1.0, "a": []}}}]`
 	if prompt := tokenizer().Decode(gen.last().Prompt); !strings.Contains(prompt, want) {
 		t.Errorf("prompt %q\nwant %q", prompt, want)
