@@ -23,9 +23,8 @@ import (
 )
 
 type benchCommand struct {
-	Weights   string `placeholder:"PATH" help:"Entry file. Default: nano, the model inside the program."`
-	Synthetic string `placeholder:"CONFIG" help:"Instead of a file: random weights of this config.json, or official, made on the GPU."`
-	variantFlags
+	Weights string `placeholder:"PATH" help:"Entry file. Default: nano, the model inside the program."`
+	syntheticFlags
 	Corpus      string `placeholder:"FILE" help:"Text file of token ids that prompts are cut from. Default: a built-in sequence."`
 	NPrompt     string `short:"p" name:"n-prompt" placeholder:"LIST" help:"Prompt tests: P,P,..."`
 	NGen        string `short:"n" name:"n-gen" placeholder:"LIST" help:"Generation tests: G,G,..."`
@@ -112,7 +111,7 @@ func (c *benchCommand) Run(e *environment) error {
 	if err != nil {
 		return err
 	}
-	l, err := c.load(e, &f)
+	l, err := c.load(e, c.Weights, &f)
 	if err != nil {
 		return err
 	}
@@ -142,22 +141,6 @@ func (c *benchCommand) Run(e *environment) error {
 		report.Benchmark = append(report.Benchmark, row)
 	}
 	return c.write(e, report)
-}
-
-// load opens the artifact, or makes one up.
-func (c *benchCommand) load(e *environment, f *modelFlags) (*loaded, error) {
-	if c.Synthetic == "" {
-		return load(e, c.Weights)
-	}
-	if c.Weights != "" {
-		return nil, usagef("--weights and --synthetic exclude each other")
-	}
-	l, err := synthetic(c.Synthetic, c.variantFlags, f.Device == "cpu")
-	if err == nil {
-		f.made = l.made
-		f.Device = cmp.Or(f.Device, "cuda") // the CPU would see zeros
-	}
-	return l, err
 }
 
 func (c *benchCommand) corpus(l *loaded) ([]int32, error) {
@@ -203,7 +186,7 @@ func (c *benchCommand) depths(e *environment) error {
 		return usagef("--depth measures single steps on a GPU: leave --device cpu and --spec out")
 	}
 	f.Device = cmp.Or(f.Device, "cuda")
-	l, err := c.load(e, &f)
+	l, err := c.load(e, c.Weights, &f)
 	if err != nil {
 		return err
 	}

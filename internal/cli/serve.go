@@ -25,6 +25,7 @@ import (
 
 type serveCommand struct {
 	Artifact string `arg:"" optional:"" help:"Entry file. Default: nano, the model inside the program."`
+	syntheticFlags
 
 	Host       string `default:"127.0.0.1" placeholder:"H" help:"Address to listen on."`
 	Port       int    `default:"8080" placeholder:"N" help:"Port; 0 picks a free one and prints it."`
@@ -225,13 +226,13 @@ func (c *serveCommand) Run(e *environment) error {
 	ctx, cancel := c.signals(log)
 	defer cancel()
 	start := time.Now()
-	l, err := load(e, c.Artifact)
+	l, err := c.syntheticFlags.load(e, c.Artifact, &c.modelFlags)
 	if err != nil {
 		listener.Close()
 		return err
 	}
 	defer l.close()
-	if c.Artifact == "" {
+	if c.Artifact == "" && c.Synthetic == "" {
 		c.ModelID = cmp.Or(c.ModelID, "nano")
 		c.small()
 	}

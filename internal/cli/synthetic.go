@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"cmp"
 	"os"
 	"unsafe"
 
@@ -11,6 +12,28 @@ import (
 	"ninfer/internal/model"
 	"ninfer/internal/synth"
 )
+
+// syntheticFlags make a model up instead of reading one.
+type syntheticFlags struct {
+	Synthetic string `placeholder:"CONFIG" help:"Instead of a file: random weights of this config.json, or official, made on the GPU."`
+	variantFlags
+}
+
+// load opens the artifact at path, or makes one up for the device of f.
+func (c *syntheticFlags) load(e *environment, path string, f *modelFlags) (*loaded, error) {
+	if c.Synthetic == "" {
+		return load(e, path)
+	}
+	if path != "" {
+		return nil, usagef("an artifact and --synthetic exclude each other")
+	}
+	f.Device = cmp.Or(f.Device, "cuda") // the CPU would see zeros
+	l, err := synthetic(c.Synthetic, c.variantFlags, f.Device == "cpu")
+	if err == nil {
+		f.made = l.made
+	}
+	return l, err
+}
 
 // variantFlags choose the formats of made-up weights, as in convert.
 type variantFlags struct {
