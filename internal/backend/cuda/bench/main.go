@@ -1,6 +1,6 @@
 // Command bench times the CUDA kernels the way a decode step meets them and writes the rows of docs/perf.
 //
-//	bench [-code DIR] [-match REGEXP] [-sweep] [-out rows.json] [-merge docs/perf/h200.json] [-commit HASH]
+//	bench [-code DIR] [-match REGEXP] [-sweep] [-load FILES] [-out rows.json] [-merge docs/perf/h200.json] [-commit HASH]
 //
 // Every op is captured as a chain of dependent launches with programmatic edges in one graph, over enough distinct weights that none is
 // in L2 when it is read again; a row is the median of eleven replays after two, divided by the launches. The same run measures
@@ -51,17 +51,16 @@ func main() {
 	commit := flag.String("commit", "", "commit to note in the rows")
 	device := flag.Int("device", 0, "GPU")
 	batches := flag.String("batches", "1,2,4,8", "activation rows to time")
-	loadGiB := flag.Int("load", 0, "also time loading a file of so many GiB from the page cache")
-	loadDir := flag.String("load-dir", "", "folder for that file")
+	load := flag.String("load", "", "also time loading these files (comma separated) from the page cache")
 	stamps := flag.Bool("stamps", false, "the code is a debug build (-DNINFER_STAMPS): print where the time inside kernels goes")
 	flag.Parse()
-	if err := run(*code, *match, *sweep, *out, *merge, *commit, *device, *stamps, *batches, *loadDir, *loadGiB); err != nil {
+	if err := run(*code, *match, *sweep, *out, *merge, *commit, *device, *stamps, *batches, *load); err != nil {
 		fmt.Fprintln(os.Stderr, "bench:", err)
 		os.Exit(1)
 	}
 }
 
-func run(code, match string, sweep bool, out, merge, commit string, device int, stamps bool, batches, loadDir string, loadGiB int) (err error) {
+func run(code, match string, sweep bool, out, merge, commit string, device int, stamps bool, batches, load string) (err error) {
 	re, err := regexp.Compile(match)
 	if err != nil {
 		return err
@@ -97,8 +96,8 @@ func run(code, match string, sweep bool, out, merge, commit string, device int, 
 		fmt.Fprintf(os.Stderr, "%s, %d SMs, CUDA %v\n", c.Device.Name, c.Device.SMs, d.Version())
 		b.rig = newRig(c, codeDir(code))
 		b.all()
-		if loadGiB > 0 {
-			b.load(loadDir, loadGiB)
+		if load != "" {
+			b.load(strings.Split(load, ","))
 		}
 		if stamps {
 			b.stamps()

@@ -1,6 +1,7 @@
 package driver
 
 import (
+	"errors"
 	"runtime"
 	"unsafe"
 
@@ -96,6 +97,9 @@ func (c *Context) Synchronize() error { return c.hot(fCtxSynchronize, 0) }
 
 // Load loads machine code from memory. The bytes are read during the call only.
 func (c *Context) Load(image []byte) (Module, error) {
+	if len(image) == 0 {
+		return 0, errors.New("cuda: machine code of no bytes")
+	}
 	aligned := make([]uint64, (len(image)+15)/8) // embedded bytes may start anywhere
 	copy(unsafe.Slice((*byte)(unsafe.Pointer(&aligned[0])), len(image)), image)
 	h := new(uintptr)

@@ -144,6 +144,9 @@ func OpenWith(ld dynlib.Loader) (*Driver, error) {
 		if r == errorInsufficient {
 			return nil, &OldDriverError{Have: d.version, Need: NeedVersion}
 		}
+		if r == ErrorNoDevice {
+			return nil, &NoDeviceError{}
+		}
 		return nil, &NoDriverError{Library: lib, Err: d.check(fInit, r)}
 	}
 	return d, nil

@@ -100,6 +100,10 @@ func TestNoDevice(t *testing.T) {
 	if !errors.As(err, &e) || e.Count != 0 {
 		t.Errorf("got %v", err)
 	}
+	f.funcs["cuInit"] = func([]uintptr) Result { return ErrorNoDevice }
+	if _, err := OpenWith(f); !errors.As(err, &e) || !strings.Contains(err.Error(), "sees no GPU") {
+		t.Errorf("got %v", err)
+	}
 }
 
 func start(t *testing.T, f *fake) *Owner {

@@ -43,6 +43,9 @@ func (e *OldDriverError) Error() string {
 type NoDeviceError struct{ Ordinal, Count int }
 
 func (e *NoDeviceError) Error() string {
+	if e.Count == 0 {
+		return "cuda: the NVIDIA driver sees no GPU (CUDA_VISIBLE_DEVICES may hide one)"
+	}
 	return fmt.Sprintf("cuda: no GPU %d: the driver sees %d", e.Ordinal, e.Count)
 }
 

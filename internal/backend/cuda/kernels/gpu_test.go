@@ -15,6 +15,8 @@ import (
 	"ninfer/internal/backend/cuda/driver"
 )
 
+var maxRows = flag.Int("rows", MaxRows, "test at most so many activation rows")
+
 var codeFlag = flag.String("code", "", "folder with a subfolder fatbin to test instead of the committed machine code")
 
 // gpu is a device with kernels loaded, for one test.
@@ -33,14 +35,14 @@ func withGPU(t *testing.T, f func(g *gpu)) {
 	d, err := driver.Open()
 	var none *driver.NoDriverError
 	var old *driver.OldDriverError
-	if errors.As(err, &none) || errors.As(err, &old) {
+	var missing *driver.NoDeviceError
+	if errors.As(err, &none) || errors.As(err, &old) || errors.As(err, &missing) {
 		t.Skip(err)
 	}
 	if err != nil {
 		t.Fatal(err)
 	}
 	o, err := driver.StartOwner(d, 0)
-	var missing *driver.NoDeviceError
 	if errors.As(err, &missing) {
 		t.Skip(err)
 	}
@@ -386,7 +388,7 @@ func TestGemv(t *testing.T) {
 						out := g.poisoned(size * n * MaxRows)
 						ms, outs, parts = append(ms, m), append(outs, out), append(parts, m.part(g, out, n, flags))
 					}
-					for r := 1; r <= MaxRows; r++ {
+					for r := 1; r <= *maxRows; r++ {
 						if sh.step > 1 && r != 1 && r != 3 && r != 8 {
 							continue
 						}
@@ -467,7 +469,7 @@ func TestArgmax(t *testing.T) {
 		}
 		m.decoded = nil
 		const valid = 4990
-		for r := 1; r <= MaxRows; r++ {
+		for r := 1; r <= *maxRows; r++ {
 			logits := g.poisoned(4 * n * r)
 			plan, p, err := g.set.Limits.Gemv(FormatBF16, uint32(r), k, []Part{m.part(g, logits, n, 0)}, 1, Tuning{})
 			g.check(err)
@@ -521,7 +523,7 @@ func TestHyperConnection(t *testing.T) {
 				}
 				dDown, dUp := down.part(g, 0, 0, 0), up.part(g, 0, 0, 0)
 				dInj, dNorm := upload(g, injW.codes), upload(g, norm)
-				for r := 1; r <= MaxRows; r++ {
+				for r := 1; r <= *maxRows; r++ {
 					for _, pending := range []bool{true, false} {
 						if h == 2560 && (r != 1 && r != 3 && r != 8 || !pending) {
 							continue
@@ -603,6 +605,38 @@ func TestHyperConnection(t *testing.T) {
 	})
 }
 
+// More memory than there is: a typed error with what was asked for and what there is, and the device goes on.
+func TestTooLittleMemory(t *testing.T) {
+	withGPU(t, func(g *gpu) {
+		_, total, err := g.c.MemInfo()
+		g.check(err)
+		_, err = g.c.Alloc("weights", total+1)
+		var e *driver.MemoryError
+		if !errors.As(err, &e) || e.Need != total+1 || e.Total != total || e.Free > total {
+			t.Errorf("got %v", err)
+		}
+		t.Log(err)
+		var taken []driver.Ptr // until it is full
+		for len(taken) < 1000 {
+			p, err := g.c.Alloc("weights", 1<<30)
+			if err != nil {
+				if !errors.As(err, &e) {
+					t.Errorf("got %v", err)
+				}
+				t.Log(err)
+				break
+			}
+			taken = append(taken, p)
+		}
+		for _, p := range taken {
+			g.check(g.c.Free(p))
+		}
+		if got := download[uint32](g, upload(g, []uint32{7}), 1); got[0] != 7 {
+			t.Errorf("after a failed allocation: %v", got)
+		}
+	})
+}
+
 // bank is a random NVFP4 expert bank in artifact layout (artifact.md 3.5).
 type bank struct {
 	e, n, k int
@@ -675,7 +709,7 @@ func TestExperts(t *testing.T) {
 				gate, up := randomMatrix(rng, f, sh.inner, sh.h, variant == 2), randomMatrix(rng, f, sh.inner, sh.h, variant == 2)
 				shared := randomMatrix(rng, FormatBF16, 1, sh.h, false)
 				pr, pg, pu, ps := router.part(g, 0, 0, 0), gate.part(g, 0, 0, 0), up.part(g, 0, 0, 0), shared.part(g, 0, 0, 0)
-				for r := 1; r <= sh.maxR; r++ {
+				for r := 1; r <= min(sh.maxR, *maxRows); r++ {
 					if sh.h == 2560 && r != 1 && r != 2 && r != 5 && r != 8 {
 						continue
 					}

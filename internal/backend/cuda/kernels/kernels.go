@@ -12,6 +12,7 @@ package kernels
 
 import (
 	"embed"
+	"errors"
 	"fmt"
 	"io/fs"
 	"runtime"
@@ -80,6 +81,9 @@ func LoadFrom(c *driver.Context, code fs.FS) (*Set, error) {
 	}
 	for i, k := range table {
 		f, err := c.Function(s.mods[k.source], k.name)
+		if e := (*driver.Error)(nil); errors.As(err, &e) && e.Code == driver.ErrorNoBinary {
+			return nil, fmt.Errorf("cuda: the kernels of %s.cu hold no machine code for %s (%s): run tools/kernelgen", k.source, c.Device.Name, c.Device.Arch())
+		}
 		if err != nil {
 			return nil, fmt.Errorf("cuda: kernel %s: %w", k.name, err)
 		}

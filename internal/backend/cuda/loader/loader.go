@@ -3,7 +3,7 @@
 // Pinned memory is dear to allocate (1.6 GB/s was measured) and copies from it run at the bus's rate, so there is one ring of a few slots,
 // whatever the amount: readers fill slots in parallel with positioned reads, the goroutine that owns the GPU hands each full slot to the
 // copy engine, and an event per slot says when it may be filled again. Nothing is mapped, locked or kept: the page cache stays in charge of
-// the file. Load is called on the owner's goroutine and returns when everything is on the device or the first error is known; either way no
+// the file. A load is done on the owner's goroutine and returns when everything is on the device or the first error is known; either way no
 // reader runs any more and no copy uses the ring.
 package loader
 
@@ -26,7 +26,7 @@ type Item struct {
 	Dst    driver.Ptr
 }
 
-// Options sizes the ring; zero fields mean 32 slots of 8 MiB and 16 readers.
+// Options sizes the ring; zero fields mean 64 slots of 4 MiB and 16 readers.
 type Options struct {
 	Slots     int
 	SlotBytes int
@@ -44,35 +44,60 @@ type piece struct {
 	err  error
 }
 
-// Load copies all items on stream s of c. It fails with the first reader's or driver's error, naming the item.
-func Load(ctx context.Context, c *driver.Context, s driver.Stream, items []Item, o Options) (err error) {
+// Ring is pinned memory that loads go through, one load at a time. It lives on the owner's goroutine.
+type Ring struct {
+	o      Options
+	memory []byte
+	events []driver.Event
+}
+
+// NewRing takes the pinned memory. Progress of o is told by every load.
+func NewRing(c *driver.Context, o Options) (*Ring, error) {
 	if o.Slots <= 0 {
-		o.Slots = 32
+		o.Slots = 64
 	}
 	if o.SlotBytes <= 0 {
-		o.SlotBytes = 8 << 20
+		o.SlotBytes = 4 << 20
 	}
 	if o.Readers <= 0 {
 		o.Readers = 16
 	}
-	ring, err := c.AllocHost(o.Slots*o.SlotBytes, false)
+	memory, err := c.AllocHost(o.Slots*o.SlotBytes, false)
 	if err != nil {
-		return fmt.Errorf("load: pinned ring of %d bytes: %w", o.Slots*o.SlotBytes, err)
+		return nil, fmt.Errorf("load: pinned ring of %d bytes: %w", o.Slots*o.SlotBytes, err)
 	}
-	events := make([]driver.Event, o.Slots)
-	for i := range events {
-		if events[i], err = c.NewEvent(false); err != nil {
-			return err
+	r := &Ring{o: o, memory: memory}
+	for range o.Slots {
+		e, err := c.NewEvent(false)
+		if err != nil {
+			return nil, errors.Join(fmt.Errorf("load: %w", err), r.Close(c))
 		}
+		r.events = append(r.events, e)
 	}
-	defer func() {
-		err = errors.Join(err, c.SyncStream(s)) // copies still read the ring
-		for _, e := range events {
-			err = errors.Join(err, c.DestroyEvent(e))
-		}
-		err = errors.Join(err, c.FreeHost(ring))
-	}()
+	return r, nil
+}
 
+// Close gives the memory back.
+func (r *Ring) Close(c *driver.Context) (err error) {
+	for _, e := range r.events {
+		err = errors.Join(err, c.DestroyEvent(e))
+	}
+	return errors.Join(err, c.FreeHost(r.memory))
+}
+
+// Load copies all items through a ring of their own.
+func Load(ctx context.Context, c *driver.Context, s driver.Stream, items []Item, o Options) error {
+	r, err := NewRing(c, o)
+	if err != nil {
+		return err
+	}
+	return errors.Join(r.Load(ctx, c, s, items), r.Close(c))
+}
+
+// Load copies all items on stream s of c. It fails with the first reader's or driver's error, naming the item.
+func (r *Ring) Load(ctx context.Context, c *driver.Context, s driver.Stream, items []Item) (err error) {
+	o, ring, events := r.o, r.memory, r.events
+	defer func() { err = errors.Join(err, c.SyncStream(s)) }() // copies still read the ring
 	var total, done int64
 	for i := range items {
 		total += items[i].Bytes

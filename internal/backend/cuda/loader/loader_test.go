@@ -99,7 +99,20 @@ func TestLoad(t *testing.T) {
 		}
 		var last, total int64
 		o.Progress = func(done, all int64) { last, total = done, all }
-		if err := owner.Do(func(c *driver.Context) error { return Load(context.Background(), c, 1, items, o) }); err != nil {
+		err = owner.Do(func(c *driver.Context) error {
+			r, err := NewRing(c, o)
+			if err != nil {
+				return err
+			}
+			for range 2 { // a ring is used again
+				clear(f.device)
+				if err := r.Load(context.Background(), c, 1, items); err != nil {
+					return err
+				}
+			}
+			return r.Close(c)
+		})
+		if err != nil {
 			t.Fatal(err)
 		}
 		if !bytes.Equal(f.device, want) {
