@@ -60,7 +60,7 @@ func TestMemoryBound(t *testing.T) {
 			}
 			sum += n
 		}
-		sum += maxWorkers * (worker + 4<<20) // package direct has a buffer for each transfer
+		sum += maxWorkers * (worker + 8<<20) // package direct has a buffer for each transfer
 		t.Logf("%s: %d KiB a worker, %d MiB in all", v.OutputName(), worker>>10, sum>>20)
 		if sum >= 2<<30 {
 			t.Errorf("%s: %d bytes", v.OutputName(), sum)

@@ -23,8 +23,9 @@ const (
 	Align = 4096
 	// least is from which length on a direct transfer is worth its trouble: below, reading ahead and collecting writes win.
 	least = 128 << 10
-	// bufferBytes is the longest single transfer.
-	bufferBytes = 4 << 20
+	// bufferBytes is the longest single transfer. Callers move four megabytes at a time, some up to seven, and the pages that these begin
+	// and end in come along: a second transfer for the last page would wait behind everybody's first.
+	bufferBytes = 8 << 20
 )
 
 // File is an open file.

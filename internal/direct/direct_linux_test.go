@@ -61,13 +61,13 @@ func write(f *os.File, d *direct.File, p []byte, off int64) error {
 
 // TestWrite writes a file in runs of all alignments, side by side, and reads it back through the ordinary handle.
 func TestWrite(t *testing.T) {
-	want := noise(23<<20 + 777)
+	want := noise(29<<20 + 777)
 	f, d := fresh(t, make([]byte, len(want)), direct.OpenWrite)
 	r := rand.New(rand.NewPCG(3, 4))
 	var wg sync.WaitGroup
 	taken := 0
 	for at := 0; at < len(want); {
-		n := min(1+r.IntN(6<<20), len(want)-at)
+		n := min(1+r.IntN(10<<20), len(want)-at)
 		if begin, end := d.Span(int64(at), int64(n)); begin < end {
 			taken += int(end - begin)
 		}
@@ -94,7 +94,7 @@ func TestWrite(t *testing.T) {
 
 // TestRead reads runs of all alignments, also across the end.
 func TestRead(t *testing.T) {
-	want := noise(9<<20 + 4097)
+	want := noise(19<<20 + 4097)
 	f, d := fresh(t, want, direct.OpenRead)
 	var c unix.Cachestat_t
 	all := unix.CachestatRange{}
@@ -112,7 +112,7 @@ func TestRead(t *testing.T) {
 		t.Skip("the file stays in memory: its system has no disk")
 	}
 	r := rand.New(rand.NewPCG(5, 6))
-	for range 50 {
+	for range 20 {
 		off := r.IntN(len(want))
 		p := make([]byte, 200_000+r.IntN(len(want)))
 		n := d.ReadAt(p, int64(off))
@@ -133,7 +133,7 @@ func TestRead(t *testing.T) {
 
 // TestRefused is a file system that takes the flag and then refuses: nothing is lost, and it is not asked again.
 func TestRefused(t *testing.T) {
-	_, d := fresh(t, make([]byte, 16<<20), direct.OpenWrite)
+	_, d := fresh(t, make([]byte, 12<<20), direct.OpenWrite)
 	calls := 0
 	n := d.WriteAt(func(f *os.File, p []byte, off int64) (int, error) {
 		if calls++; calls == 2 {
@@ -141,8 +141,8 @@ func TestRefused(t *testing.T) {
 		}
 		return f.WriteAt(p, off)
 	}, make([]byte, 12<<20), 0)
-	if n != 4<<20 || calls != 2 {
-		t.Errorf("%d bytes in %d calls, need the %d before the refusal", n, calls, 4<<20)
+	if n != 8<<20 || calls != 2 {
+		t.Errorf("%d bytes in %d calls, need the %d before the refusal", n, calls, 8<<20)
 	}
 	if begin, end := d.Span(0, 8<<20); begin < end {
 		t.Error("asked again after a refusal")
