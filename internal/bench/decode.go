@@ -45,10 +45,13 @@ type DecodeRow struct {
 	Microseconds float64   `json:"us"`     // of a step: median of the repetitions
 	Runs         []float64 `json:"us_run"` // of each repetition
 	// GPU is the time of a replayed step without the host.
-	GPU     float64             `json:"us_gpu"`
-	Rate    float64             `json:"tokens_per_s"` // of all sequences
-	Roof    Roofline            `json:"roofline"`
-	Kernels []device.KernelTime `json:"kernels,omitzero"`
+	GPU  float64 `json:"us_gpu"`
+	Rate float64 `json:"tokens_per_s"` // of all sequences
+	// Rows of n-gram tables that the measured steps asked for, and how many of them seem not to have been in memory.
+	TableRows   uint64              `json:"table_rows"`
+	TableMissed uint64              `json:"table_rows_missed"`
+	Roof        Roofline            `json:"roofline"`
+	Kernels     []device.KernelTime `json:"kernels,omitzero"`
 }
 
 // Measure runs a Decode on a device with room for it. readRate is the rate of the read stream in this run, in bytes a second; it is
@@ -99,7 +102,11 @@ func (t Decode) Measure(ctx context.Context, m *model.Model, dev *device.Device,
 		}
 		return nil
 	}
+	var rows, missed uint64
 	for r := range t.Warmup + t.Repetitions {
+		if r == t.Warmup {
+			rows, missed = dev.Gathered()
+		}
 		if err := fill(); err != nil {
 			return row, err
 		}
@@ -116,6 +123,8 @@ func (t Decode) Measure(ctx context.Context, m *model.Model, dev *device.Device,
 			row.Runs = append(row.Runs, us)
 		}
 	}
+	row.TableRows, row.TableMissed = dev.Gathered()
+	row.TableRows, row.TableMissed = row.TableRows-rows, row.TableMissed-missed
 	if s, ok := dev.Status(); ok {
 		row.Roof.PowerWatts, row.Roof.LimitWatts, row.Roof.SMClock, row.Roof.MemClock = s.PowerWatts, s.LimitWatts, s.SMClockMHz, s.MemoryMHz
 	}

@@ -20,6 +20,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"sync/atomic"
 
 	"ninfer/internal/backend"
 	"ninfer/internal/backend/cuda/device/kernels"
@@ -80,6 +81,8 @@ type Device struct {
 	last     *step
 	bytes    uint64 // allocated on the device
 	stored   uint64 // bytes of the tensors that it holds, in whatever form
+	gathered uint64 // rows of n-gram tables
+	missed   atomic.Uint64
 	profile  *profile
 	watch    *watch
 	seed     uint32 // of words

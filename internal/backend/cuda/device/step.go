@@ -35,12 +35,10 @@ type step struct {
 	distinct driver.Ptr // of each mixture: how many experts its rows chose last
 	mixtures int
 
-	// The control block: the launch's number, rows, lanes, wanted rows, rows of the n-gram table. control is its pinned twin, read by the
-	// GPU until copied happened.
+	// The control block: the launch's number, rows, lanes, wanted rows. control is its pinned twin, read by the GPU until copied happened.
 	control []byte
 	block   driver.Ptr
-	table   driver.Ptr // 0 without a table
-	line    int        // bytes of a row's table rows
+	table   *table // nil without an n-gram table
 	rows    driver.Ptr
 	lanes   driver.Ptr
 	want    driver.Ptr
@@ -153,22 +151,11 @@ const (
 func (s *step) compile(c *driver.Context) (err error) {
 	shape := s.program.Pass
 	size := header + shape.Rows*(sizeOfRow+4) + shape.Lanes*laneBytes
-	small := size
-	for _, op := range s.program.Ops {
-		if op, ok := op.(backend.PLEStart); ok && s.line == 0 {
-			size = (size + 15) / 16 * 16
-			small, s.line = size, len(op.W.Sizes)*op.W.Table.RowBytes
-			size += shape.Rows * s.line
-		}
-	}
 	if s.control, err = s.pinned(c, size); err != nil {
 		return err
 	}
 	if s.block, err = s.alloc(c, "control block", size); err != nil {
 		return err
-	}
-	if s.line > 0 {
-		s.table = s.block + driver.Ptr(small)
 	}
 	if s.report, err = s.pinned(c, 4+4*shape.Rows); err != nil {
 		return err
@@ -352,6 +339,11 @@ func (p *pass) launch() error {
 		if err := c.Sync(s.copied); err != nil {
 			return err
 		}
+		if s.table != nil && !s.over() { // it may still read the table's rows
+			if err := c.Sync(s.done); err != nil {
+				return err
+			}
+		}
 	}
 	if !s.stem {
 		for i := range p.lanes {
@@ -388,19 +380,33 @@ func (p *pass) launch() error {
 			return err
 		}
 	}
-	used := len(s.control)
-	if s.line > 0 {
-		used = int(s.table-s.block) + len(p.rows)*s.line
-	}
-	if err := c.ToDevice(d.stream, s.block, s.control[:used]); err != nil {
+	if err := c.ToDevice(d.stream, s.block, s.control); err != nil {
 		return err
 	}
 	if err := c.Record(s.copied, d.stream); err != nil {
 		return err
 	}
 	s.waiting = true
-	if err := p.replay(); err != nil {
+	exec, err := p.graph()
+	if err != nil {
 		return err
+	}
+	// A graph takes one call, so the GPU works on the first layer while the host gathers the table's rows, for which a kernel waits. Kernel by
+	// kernel the queue could fill up behind that one.
+	if exec == 0 {
+		if err := p.gather(number); err != nil {
+			return &hostError{err}
+		}
+		if err := p.direct(); err != nil {
+			return err
+		}
+	} else {
+		if err := c.GraphLaunch(exec, d.stream); err != nil {
+			return err
+		}
+		if err := p.gather(number); err != nil {
+			return err
+		}
 	}
 	if s.head != nil {
 		if err := s.head.fetch(p); err != nil {
@@ -410,26 +416,27 @@ func (p *pass) launch() error {
 	return c.Record(s.done, d.stream)
 }
 
-// replay runs the launch list: directly the first time a shape occurs, or when tests look inside, and as a captured graph from then on.
-func (p *pass) replay() error {
+// graph is the captured launch list, or 0 where the kernels are launched directly: the first time a shape occurs, for prompts, and when tests
+// look inside.
+func (p *pass) graph() (driver.Exec, error) {
 	s := p.s
 	kind := s.program.Pass.Kind
 	if !p.plain || s.d.opt.NoGraph || s.d.profile != nil || kind == backend.Prefill || kind == backend.Seed {
-		return p.direct()
+		return 0, nil
 	}
 	key := shape{len(p.rows), len(p.lanes), len(p.wanted), p.logits}
 	g, seen := s.graphs[key]
 	if !seen {
 		s.graphs[key] = &graph{}
-		return p.direct()
+		return 0, nil
 	}
 	if g.exec == 0 {
 		var err error
 		if g.exec, g.nodes, err = p.c.Capture(s.d.stream, p.direct); err != nil {
-			return err
+			return 0, err
 		}
 	}
-	return p.c.GraphLaunch(g.exec, s.d.stream)
+	return g.exec, nil
 }
 
 func (p *pass) direct() error {
@@ -543,6 +550,11 @@ func (p *pass) end() {
 	}
 	p.in = nil
 	runtime.KeepAlive(p)
+}
+
+// over says whether the last launch has reported.
+func (s *step) over() bool {
+	return atomic.LoadUint32((*uint32)(unsafe.Pointer(&s.report[0]))) == uint32(s.seq)
 }
 
 // soon looks for a launch's number in the report for as long as a step may take: a thread that sleeps until then, or asks the driver on

@@ -472,6 +472,8 @@ type CarryParams struct {
 // TableParams mirrors the struct of that name in params.h.
 type TableParams struct {
 	Raw        driver.Ptr
+	Ready      driver.Ptr
+	Number     driver.Ptr
 	Out        driver.Ptr
 	N          uint32
 	Width      uint32
@@ -856,6 +858,8 @@ var layout = []uintptr{
 	offset(func(v *CarryParams) *uint32 { return &v.Reserved }),
 	sizeOf[TableParams](),
 	offset(func(v *TableParams) *driver.Ptr { return &v.Raw }),
+	offset(func(v *TableParams) *driver.Ptr { return &v.Ready }),
+	offset(func(v *TableParams) *driver.Ptr { return &v.Number }),
 	offset(func(v *TableParams) *driver.Ptr { return &v.Out }),
 	offset(func(v *TableParams) *uint32 { return &v.N }),
 	offset(func(v *TableParams) *uint32 { return &v.Width }),

@@ -292,7 +292,9 @@ struct CarryParams {
 };
 
 struct TableParams {
-  const uint8_t* raw;            // [R*heads][row_bytes]
+  const uint8_t* raw;            // [R*heads][row_bytes], in memory of the host
+  const uint32_t* ready;         // there too: rows are those of the launch of this number
+  const uint32_t* number;        // of this launch
   float* out;                    // [R*heads][width]
   uint32_t n, width, row_bytes, format;  // n: R*heads
   float multiplier;

@@ -30,7 +30,7 @@ __device__ const uint32_t kSizes[] = {
   sizeof(StemParams), offsetof(StemParams, rows), offsetof(StemParams, lanes), offsetof(StemParams, carried), offsetof(StemParams, chain), offsetof(StemParams, norm_embed), offsetof(StemParams, norm_hidden), offsetof(StemParams, e), offsetof(StemParams, hidden), offsetof(StemParams, w), offsetof(StemParams, h), offsetof(StemParams, s), offsetof(StemParams, carry), offsetof(StemParams, eps),
   sizeof(StemAddParams), offsetof(StemAddParams, hidden), offsetof(StemAddParams, e), offsetof(StemAddParams, x), offsetof(StemAddParams, h), offsetof(StemAddParams, s), offsetof(StemAddParams, r), offsetof(StemAddParams, reserved),
   sizeof(CarryParams), offsetof(CarryParams, rows), offsetof(CarryParams, lanes), offsetof(CarryParams, x), offsetof(CarryParams, carried), offsetof(CarryParams, chain), offsetof(CarryParams, width), offsetof(CarryParams, carry), offsetof(CarryParams, draft), offsetof(CarryParams, reserved),
-  sizeof(TableParams), offsetof(TableParams, raw), offsetof(TableParams, out), offsetof(TableParams, n), offsetof(TableParams, width), offsetof(TableParams, row_bytes), offsetof(TableParams, format), offsetof(TableParams, multiplier), offsetof(TableParams, reserved),
+  sizeof(TableParams), offsetof(TableParams, raw), offsetof(TableParams, ready), offsetof(TableParams, number), offsetof(TableParams, out), offsetof(TableParams, n), offsetof(TableParams, width), offsetof(TableParams, row_bytes), offsetof(TableParams, format), offsetof(TableParams, multiplier), offsetof(TableParams, reserved),
   sizeof(PleGateParams), offsetof(PleGateParams, key), offsetof(PleGateParams, value), offsetof(PleGateParams, x), offsetof(PleGateParams, norm_key), offsetof(PleGateParams, norm_query), offsetof(PleGateParams, norm_conv), offsetof(PleGateParams, v), offsetof(PleGateParams, vn), offsetof(PleGateParams, h), offsetof(PleGateParams, s), offsetof(PleGateParams, eps), offsetof(PleGateParams, reserved),
   sizeof(GatherParams), offsetof(GatherParams, list), offsetof(GatherParams, x), offsetof(GatherParams, out), offsetof(GatherParams, width), offsetof(GatherParams, n),
   sizeof(PickParams), offsetof(PickParams, logits), offsetof(PickParams, map), offsetof(PickParams, out), offsetof(PickParams, rows), offsetof(PickParams, ids),
@@ -38,4 +38,4 @@ __device__ const uint32_t kSizes[] = {
   sizeof(WordsParams), offsetof(WordsParams, dst), offsetof(WordsParams, bytes), offsetof(WordsParams, mask), offsetof(WordsParams, fixed), offsetof(WordsParams, mean), offsetof(WordsParams, deviation), offsetof(WordsParams, kind), offsetof(WordsParams, seed),
   sizeof(SizesParams), offsetof(SizesParams, out), offsetof(SizesParams, n), offsetof(SizesParams, reserved),
 };
-static constexpr uint32_t kSizeCount = 362;
+static constexpr uint32_t kSizeCount = 364;

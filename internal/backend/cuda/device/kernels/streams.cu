@@ -5,7 +5,7 @@
 //   stem_norm  e = norm(embedding), hidden = norm over all carried streams, BF16. Grid: 2, row.
 //   stem_add   x[s] = hidden[s] + e.
 //   carry      streams to the carried rows, or to the chain buffer. Grid: row.
-//   table      decodes gathered rows of the n-gram table to FP32.
+//   table      waits for the host to have gathered the rows of the n-gram table and decodes them to FP32.
 //   ple_gate   gate of key and stream, v = gate*value (FP32), vn = its norm (BF16). Grid: stream, row.
 //   gather     copies the listed rows. Grid: list.
 //   report     picks and the launch's number to the host, which waits for the number. One block.
@@ -90,15 +90,28 @@ NINFER_KERNEL(carry, CarryParams, 256, 1) {
 
 NINFER_KERNEL(table, TableParams, 256, 1) {
   pdl();
+  if (threadIdx.x == 0) {
+    const uint32_t number = __ldcg(p.number);
+    uint64_t start = 0, now;
+    for (;;) {
+      uint32_t ready;
+      asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(ready) : "l"(p.ready) : "memory");
+      if (ready == number) break;
+      asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+      if (!start) start = now;
+      if (now - start > 20000000000ull) __trap();  // the host has died, or hangs
+    }
+  }
+  __syncthreads();
   const uint32_t i = blockIdx.x * 256 + threadIdx.x;
   if (i >= p.n * p.width) return;
-  const uint8_t* row = p.raw + (uint64_t)(i / p.width) * p.row_bytes;
+  const volatile uint8_t* row = p.raw + (uint64_t)(i / p.width) * p.row_bytes;  // the host writes it anew for every launch
   const uint32_t k = i % p.width;
   float v;
-  if (p.format == FMT_BF16) v = __uint_as_float((uint32_t)(row[2 * k] | row[2 * k + 1] << 8) << 16);
+  if (p.format == FMT_BF16) v = __uint_as_float((uint32_t)*(const volatile uint16_t*)(row + 2 * k) << 16);
   else if (p.format == FMT_FP8) v = e4m3(row[k]) * p.multiplier;
   else {
-    const uint8_t* s = row + p.width / 2 + k / 16 * 2;
+    const volatile uint8_t* s = row + p.width / 2 + k / 16 * 2;
     v = (float)((int)(row[k / 2] >> (k % 2 * 4) & 15) - 8) * __half2float(__ushort_as_half((unsigned short)(s[0] | s[1] << 8)));
   }
   p.out[i] = v;

@@ -1,0 +1,165 @@
+package device
+
+import (
+	"errors"
+	"sync"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"ninfer/internal/backend"
+	"ninfer/internal/backend/cuda/device/kernels"
+	"ninfer/internal/backend/cuda/driver"
+	"ninfer/internal/num"
+)
+
+// hash returns the table rows of a token (kernels.md 8). before holds the tokens ahead of it, oldest first, at least ngram-1 of them.
+func hash(w *backend.PLEWeights, before []int32, token int32, rows []int64) {
+	mixed := int64(token) * w.Multipliers[0]
+	gone := false // the n-gram has reached over a reset
+	for n := 1; n < len(w.Multipliers); n++ {
+		t := before[len(before)-n]
+		if gone = gone || t == w.Reset; gone {
+			t = w.Reset
+		}
+		mixed ^= int64(t) * w.Multipliers[n]
+		for j := (n - 1) * w.HeadsPerNgram; j < n*w.HeadsPerNgram; j++ {
+			rows[j] = w.Offsets[j] + (mixed%w.Sizes[j]+w.Sizes[j])%w.Sizes[j]
+		}
+	}
+}
+
+var tableFormats = map[num.Format]kernels.Format{num.BF16: kernels.BF16, num.FP8: kernels.FP8, num.U4Z8G16: kernels.U4}
+
+// table is a step's n-gram table, which stays on the host: rows are hashed and gathered there while the GPU works on the first layer, into
+// pinned memory that a kernel reads, after a number that says for which launch they are.
+type table struct {
+	w      *backend.PLEWeights
+	k      kernels.TableParams
+	heads  int
+	staged []byte // the number, then rows
+	ids    []int64
+	before []int32
+}
+
+// ahead is the bytes of the staging memory before its rows.
+const ahead = 16
+
+func (s *step) preparePLEStart(c *driver.Context, op backend.PLEStart) (func(*pass) error, error) {
+	l := &loader{s: s, c: c}
+	t := &op.W.Table
+	f, ok := tableFormats[t.Format]
+	l.check(ok, "no kernels for a table of format %v", t.Format)
+	heads := len(op.W.Sizes)
+	l.check(heads == op.W.HeadsPerNgram*(len(op.W.Multipliers)-1) && s.program.Bufs[op.Out].Width == heads*t.Width, "%d heads of %d", heads, t.Width)
+	if l.err != nil {
+		return nil, l.err
+	}
+	if s.table != nil {
+		return nil, errors.New("a second n-gram table")
+	}
+	staged, err := s.pinned(c, ahead+s.program.Pass.Rows*heads*t.RowBytes)
+	if err != nil {
+		return nil, err
+	}
+	at := driver.Ptr(uintptr(unsafe.Pointer(&staged[0])))
+	s.table = &table{
+		w: op.W, heads: heads, staged: staged, ids: make([]int64, s.program.Pass.Rows*heads),
+		k: kernels.TableParams{
+			Raw: at + ahead, Ready: at, Number: s.block, Out: s.bufs[op.Out], Width: uint32(t.Width), RowBytes: uint32(t.RowBytes), Format: uint32(f),
+			Multiplier: float32(t.Multiplier),
+		},
+	}
+	return nil, nil // the join launches it, when the first layer is done
+}
+
+// decode launches what waits for the rows and decodes them.
+func (t *table) decode(p *pass) error {
+	q := t.k
+	q.N = uint32(len(p.rows) * t.heads)
+	return start(p, kernels.Table, tiles(len(p.rows)*t.heads*t.w.Table.Width, 256), 1, 1, 0, &q)
+}
+
+// gather hashes the n-grams of the rows of a launch, copies the table's rows and tells the GPU. After an error it tells the GPU too, which would
+// wait.
+func (p *pass) gather(number uint32) error {
+	t := p.s.table
+	if t == nil {
+		return nil
+	}
+	n := 0
+	for i := range p.in {
+		img := &p.s.d.images[p.lanes[i].Slot]
+		t.before = append(t.before[:0], img.history...)
+		if img.keep > 0 {
+			t.before = append(t.before[:0], img.folded()...)
+		}
+		for _, token := range p.in[i].Tokens {
+			hash(t.w, t.before, token, t.ids[n*t.heads:(n+1)*t.heads])
+			t.before = append(t.before, token)
+			n++
+		}
+	}
+	err := p.s.d.rows(&t.w.Table, t.ids[:n*t.heads], t.staged[ahead:])
+	atomic.StoreUint32((*uint32)(unsafe.Pointer(&t.staged[0])), number)
+	return err
+}
+
+// slow is how long a row takes at least that is not in the page cache.
+const slow = 20 * time.Microsecond
+
+// rows copies rows of a table. Those of one token are copied here as long as all are in memory; many, and what follows a row that was not, in
+// parallel.
+func (d *Device) rows(t *backend.Table, ids []int64, dst []byte) error {
+	const together = 16
+	one := func(i int) error {
+		start := time.Now()
+		err := t.Source.Rows(ids[i:i+1], dst[i*t.RowBytes:(i+1)*t.RowBytes])
+		if time.Since(start) >= slow {
+			d.missed.Add(1)
+		}
+		return err
+	}
+	d.gathered += uint64(len(ids))
+	first := 0
+	if len(ids) <= together {
+		for ; first < len(ids); first++ {
+			missed := d.missed.Load()
+			if err := one(first); err != nil {
+				return err
+			}
+			if d.missed.Load() > missed {
+				first++
+				break
+			}
+		}
+	}
+	if first == len(ids) {
+		return nil
+	}
+	each := together
+	if len(ids) <= together {
+		each = 1 // they wait for a disk
+	}
+	var wg sync.WaitGroup
+	var mu sync.Mutex
+	var failed error
+	for ; first < len(ids); first += each {
+		from, to := first, min(first+each, len(ids))
+		wg.Go(func() {
+			for i := from; i < to; i++ {
+				if err := one(i); err != nil {
+					mu.Lock()
+					failed = err
+					mu.Unlock()
+					return
+				}
+			}
+		})
+	}
+	wg.Wait()
+	return failed
+}
+
+// Gathered tells how many rows of n-gram tables launches have asked for, and how many of them seem not to have been in memory.
+func (d *Device) Gathered() (rows, missed uint64) { return d.gathered, d.missed.Load() }
