@@ -163,6 +163,16 @@ def read_checkpoint(nano, folder):
         p.copy_(w.view_as(p).to(p.device))
 
 
+@torch.no_grad()
+def read_artifact(nano, path):
+    """parameters from a finished artifact; the vision tower, which is not trained, keeps its random weights"""
+    import artifact
+    tensors, _ = artifact.read(path)
+    for n, p in nano.named_parameters():
+        if ".visual." not in n:
+            p.copy_(torch.from_numpy(artifact.value(tensors, published_name(n)).copy()).view_as(p).to(p.device))
+
+
 def write_frontend(out, corpus_file):
     """tokenizer trained on the corpus, and the other five files"""
     from tokenizers import Tokenizer, Regex, decoders, models, normalizers, pre_tokenizers, trainers, AddedToken

@@ -1,10 +1,10 @@
 """Trains nano against the clock.
 
-usage: python train.py --out DIR --seconds N [--resume CHECKPOINT] [--export-every S] [--workers W]
+usage: python train.py --out DIR --seconds N [--resume FROM] [--export-every S] [--workers W]
 
 One run of N seconds is warm-up, a long stage, and a decay over the last part. The last third is done on the grid of the stored formats
 and with more documentation. DIR gets log.txt lines on stdout, state.pt (exact weights and optimisers) and, at every export, checkpoint/.
---resume starts from a checkpoint's weights, or goes on from state.pt in DIR if there is one. A number in DIR/seconds replaces N; with a
+--resume starts from the weights of a checkpoint folder or a .ninfer artifact, or goes on from state.pt in DIR if there is one. A number in DIR/seconds replaces N; with a
 unix time in DIR/deadline the run ends then; a file DIR/stop ends it now, to be gone on with.
 """
 import argparse, json, math, os, random, shutil, threading, time, queue as queues, traceback
@@ -155,7 +155,14 @@ def main():
     ck = a.out + "/checkpoint"
     say = lambda *x: print(f"[{time.time() - born:7.1f}]", *x, flush=True)
     if not os.path.exists(ck + "/tokenizer.json"):
-        if a.resume:
+        if a.resume and a.resume.endswith(".ninfer"):
+            import artifact
+            os.makedirs(ck, exist_ok=True)
+            for name, raw in artifact.read(a.resume)[1].items():
+                if name != "chat_template.jinja":
+                    open(f"{ck}/{name}", "wb").write(raw)
+            shutil.copy(data.HERE + "/template.jinja", ck + "/chat_template.jinja")
+        elif a.resume:
             os.makedirs(ck, exist_ok=True)
             for f in os.listdir(a.resume):
                 if not f.endswith(".safetensors"):
@@ -181,7 +188,7 @@ def main():
         opt.load(s["optim"]); used = s["used"]
         say("resumed state, seconds used", used)
     elif a.resume:
-        export.read_checkpoint(nano, a.resume); say("resumed weights of", a.resume)
+        (export.read_artifact if a.resume.endswith(".ninfer") else export.read_checkpoint)(nano, a.resume); say("resumed weights of", a.resume)
     say("parameters", sum(p.numel() for n, p in nano.named_parameters() if ".visual." not in n), "trained", sum(p.numel() for p in opt.trained))
     if not a.no_compile:
         if a.cache and os.path.exists(a.cache):
