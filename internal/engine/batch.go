@@ -20,8 +20,8 @@ type Batch struct {
 	sched    *Scheduler
 	requests map[RequestID]*running
 	lanes    []*running
-	cost     roundCost
-	last     RequestID // the highest that was added
+	policy   *draftPolicy // nil: a request's drafts are what it asks for
+	last     RequestID    // the highest that was added
 	now      func() time.Time
 	sums     Activity // its sums only
 	ledger   ledger
@@ -40,10 +40,10 @@ type running struct {
 	id     RequestID
 	ctx    context.Context
 	g      *generation
-	policy *draftPolicy
-	begun  time.Time // admitted
-	first  time.Time // its first token was drawn
-	rows   []int32   // what the scheduler counts as prompt and has not run: the prompt, later insertions
+	seen   *acceptance // of its drafts, if the policy chooses
+	begun  time.Time   // admitted
+	first  time.Time   // its first token was drawn
+	rows   []int32     // what the scheduler counts as prompt and has not run: the prompt, later insertions
 	onDone func(Outcome, error)
 	onRun  func()
 }
@@ -63,6 +63,9 @@ func NewBatch(r *model.Runner, o BatchOptions) (*Batch, error) {
 	}
 	b := &Batch{
 		runner: r, options: o, sched: s, requests: map[RequestID]*running{}, lanes: make([]*running, o.Lanes), now: time.Now,
+	}
+	if o.Adaptive {
+		b.policy = newDraftPolicy(mostDrafts)
 	}
 	for i := range o.Lanes {
 		if err := r.Dev.Reset(backend.Lane(i)); err != nil {
@@ -108,8 +111,8 @@ func (b *Batch) Add(ctx context.Context, id RequestID, req Request, onRun func()
 	}
 	r := &running{id: id, ctx: ctx, rows: req.Prompt, onRun: onRun, onDone: onDone}
 	r.g = newGeneration(b.runner, b.options.Context, req)
-	if b.options.Adaptive && req.Draft > 0 {
-		r.policy = newDraftPolicy(req.Draft, &b.cost)
+	if b.policy != nil && req.Draft > 0 {
+		r.seen = b.policy.request()
 	}
 	b.requests[id] = r
 	b.last = max(b.last, id)
@@ -136,6 +139,9 @@ func (b *Batch) Run(ctx context.Context, req Request) (Outcome, error) {
 
 // Load is the number of requests that have a lane, and of those that wait for one.
 func (b *Batch) Load() (active, waiting int) { return b.sched.Active(), b.sched.Waiting() }
+
+// mostDrafts is the largest number of drafts that the adaptive policy considers (product.md 2.2).
+const mostDrafts = 5
 
 // Step ends requests whose context has ended, empties the lanes of those that ended since the last one, then does one unit of work. It reports whether there was any. An error is the device's:
 // the batch is of no use after it.
@@ -226,18 +232,22 @@ func (b *Batch) prefill(r *running, c Chunk) error {
 // round runs a decoding round of the lanes.
 func (b *Batch) round(lanes []int) error {
 	gs := make([]*generation, len(lanes))
-	passes := 0
-	rows := 0
+	limits := make([]drafting, len(lanes))
 	for i, l := range lanes {
 		r := b.lanes[l]
 		gs[i] = r.g
-		limit := r.g.limit(r.g.req.Draft)
-		r.g.drafts = limit
-		if r.policy != nil && limit > 0 {
-			r.g.drafts = r.policy.choose(limit, rows, passes)
+		limits[i] = drafting{limit: r.g.limit(r.g.req.Draft), seen: r.seen}
+		r.g.drafts = limits[i].limit
+	}
+	if b.policy != nil {
+		for i, k := range b.policy.choose(limits) {
+			gs[i].drafts = k
 		}
-		rows += r.g.drafts + 1
-		passes = max(passes, r.g.drafts)
+	}
+	rows, passes := 0, 0
+	for _, g := range gs {
+		rows += g.drafts + 1
+		passes = max(passes, g.drafts)
 	}
 	before := make([]mark, len(gs))
 	for i, g := range gs {
@@ -247,11 +257,13 @@ func (b *Batch) round(lanes []int) error {
 	if err := round(b.runner, gs); err != nil {
 		return err
 	}
-	b.cost.observe(rows, passes, b.now().Sub(start).Seconds())
+	if b.policy != nil {
+		b.policy.cost.observe(rows, passes, b.now().Sub(start).Seconds())
+	}
 	for i, l := range lanes {
 		r := b.lanes[l]
-		if r.policy != nil && r.g.drafts > 0 {
-			r.policy.observe(r.g.drafts, r.g.out.Stats.Accepted-before[i].stats.Accepted)
+		if r.seen != nil && r.g.drafts > 0 {
+			b.policy.observe(r.seen, r.g.drafts, r.g.out.Stats.Accepted-before[i].stats.Accepted)
 		}
 		b.tally(r.g, before[i], true)
 		b.after(r, r.g.err)

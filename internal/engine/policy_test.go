@@ -41,11 +41,11 @@ func TestDraftPolicy(t *testing.T) {
 					best, at = r, k
 				}
 			}
-			cost := &roundCost{}
-			p := newDraftPolicy(5, cost)
-			got := simulate(func() int { return p.choose(5, 0, 0) }, func(k, n int, s float64) {
-				cost.observe(k+1, k, s)
-				p.observe(k, n)
+			p := newDraftPolicy(5)
+			seen := p.request()
+			got := simulate(func() int { return p.choose([]drafting{{5, seen}})[0] }, func(k, n int, s float64) {
+				p.cost.observe(k+1, k, s)
+				p.observe(seen, k, n)
 			}, acceptance, perDraft, 0.03, seed)
 			if got < 0.97*best {
 				t.Errorf("%s, %.2f a draft: %.3f tokens a second, %d fixed drafts give %.3f", name, perDraft, got, at, best)
@@ -55,14 +55,103 @@ func TestDraftPolicy(t *testing.T) {
 }
 
 func TestDraftPolicyLimits(t *testing.T) {
-	p := newDraftPolicy(5, &roundCost{})
-	for limit := 1; limit <= 5; limit++ {
-		for range 30 {
-			if k := p.choose(limit, 3, 2); k < 1 || k > limit {
-				t.Fatalf("%d drafts of at most %d", k, limit)
+	p := newDraftPolicy(5)
+	seen := p.request()
+	for limit := 0; limit <= 7; limit++ {
+		for range 60 {
+			lanes := []drafting{{limit, seen}, {3, seen}, {0, nil}}
+			for i, k := range p.choose(lanes) {
+				if k > min(5, lanes[i].limit) || k < min(1, lanes[i].limit) {
+					t.Fatalf("%d drafts of at most %d", k, lanes[i].limit)
+				}
 			}
 			p.cost.observe(4, 2, 0.01)
-			p.observe(3, 3)
+			p.observe(seen, 3, 3)
+		}
+	}
+	if k := p.choose([]drafting{{0, nil}}); k[0] != 0 {
+		t.Errorf("%d drafts of a lane without", k[0])
+	}
+}
+
+// Short requests of kinds that differ: what one request learned helps the next, and each still finds its own.
+func TestDraftPolicyShortRequests(t *testing.T) {
+	const output, perRow = 48, 0.05
+	for name, kinds := range map[string][]float64{
+		"bad":   {0.3, 0.1, 0.3},
+		"good":  {0.9, 0.8, 0.95},
+		"mixed": {0.9, 0.15, 0.6},
+	} {
+		for _, perDraft := range []float64{0.1, 0.3, 0.8} {
+			// run plays requests on lanes side by side: rounds take base, draft passes as many as the longest needs, and rows.
+			run := func(fixed, lanes int) float64 {
+				rng := rand.New(rand.NewPCG(11, 4))
+				p := newDraftPolicy(5)
+				type request struct {
+					a    float64
+					left int
+					seen *acceptance
+				}
+				next := 0
+				begin := func() *request {
+					r := &request{kinds[next%len(kinds)], output, p.request()}
+					next++
+					return r
+				}
+				active := make([]*request, lanes)
+				for i := range active {
+					active[i] = begin()
+				}
+				var tokens, seconds float64
+				for next < 300 {
+					limits := make([]drafting, lanes)
+					for i, r := range active {
+						limits[i] = drafting{min(5, r.left-1), r.seen}
+					}
+					ks := make([]int, lanes)
+					if fixed == 0 {
+						ks = p.choose(limits)
+					}
+					rows, passes := 0, 0
+					for i, r := range active {
+						if fixed > 0 {
+							ks[i] = min(fixed, r.left-1)
+						}
+						rows += ks[i] + 1
+						passes = max(passes, ks[i])
+					}
+					s := (1 + perDraft*float64(passes) + perRow*float64(rows)) * (1 + 0.05*rng.NormFloat64())
+					p.cost.observe(rows, passes, s)
+					seconds += s
+					for i, r := range active {
+						n := 0
+						for n < ks[i] && rng.Float64() < r.a {
+							n++
+						}
+						if fixed == 0 && ks[i] > 0 {
+							p.observe(r.seen, ks[i], n)
+						}
+						tokens += float64(n + 1)
+						if r.left -= n + 1; r.left <= 0 {
+							active[i] = begin()
+						}
+					}
+				}
+				return tokens / seconds
+			}
+			for _, lanes := range []int{1, 4, 8} {
+				best, at := 0.0, 0
+				for k := 1; k <= 5; k++ {
+					if r := run(k, lanes); r > best {
+						best, at = r, k
+					}
+				}
+				if got := run(0, lanes); got < 0.97*best {
+					t.Errorf("%s, %.1f a pass, %d lanes: %.3f tokens a second, %d fixed drafts give %.3f", name, perDraft, lanes, got, at, best)
+				} else {
+					t.Logf("%s, %.1f a pass, %d lanes: %.2f of %d fixed drafts", name, perDraft, lanes, got/best, at)
+				}
+			}
 		}
 	}
 }
