@@ -15,23 +15,8 @@ import (
 	"ninfer/internal/text/token"
 )
 
-// root is the repository's root, found from the working directory.
-func root(t testing.TB) string {
-	dir, err := os.Getwd()
-	if err != nil {
-		t.Fatal(err)
-	}
-	for {
-		if _, err := os.Stat(filepath.Join(dir, "go.mod")); err == nil {
-			return dir
-		}
-		parent := filepath.Dir(dir)
-		if parent == dir {
-			t.Fatal("no go.mod above the working directory")
-		}
-		dir = parent
-	}
-}
+// root is the repository's root seen from here.
+const root = "../../.."
 
 func readFile(t testing.TB, path string) []byte {
 	t.Helper()
@@ -48,7 +33,7 @@ func readFile(t testing.TB, path string) []byte {
 // official is the official template, which is not part of the repository.
 func official(t testing.TB) *Template {
 	t.Helper()
-	tmpl, err := NewTemplate("chat_template.jinja", readFile(t, filepath.Join(root(t), "..", "shared", "data", "qwen3.8_chat_template.jinja")))
+	tmpl, err := NewTemplate("chat_template.jinja", readFile(t, filepath.Join(root, "..", "shared", "data", "qwen3.8_chat_template.jinja")))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -81,7 +66,7 @@ func tokenizer(t testing.TB, dir string) *token.Tokenizer {
 }
 
 func micro(t testing.TB) *token.Tokenizer {
-	return tokenizer(t, filepath.Join(root(t), "testdata", "micro-radixark", "checkpoint"))
+	return tokenizer(t, filepath.Join(root, "testdata", "micro-radixark", "checkpoint"))
 }
 
 // vector is a conversation and what Python made of it; see testdata/vectors.py.
@@ -282,9 +267,9 @@ func TestJinja(t *testing.T) {
 // TestGolden renders, encodes and decodes the chat cases of the golden folders,
 // which the reference implementation wrote.
 func TestGolden(t *testing.T) {
-	dirs := []string{filepath.Join(root(t), "testdata", "micro-radixark")}
+	dirs := []string{filepath.Join(root, "testdata", "micro-radixark")}
 	for _, name := range []string{"micro-radixark", "micro-swift", "micro-mixed", "mini-radixark"} {
-		dirs = append(dirs, filepath.Join(root(t), "..", "shared", "golden", name))
+		dirs = append(dirs, filepath.Join(root, "..", "shared", "golden", name))
 	}
 	for _, dir := range dirs {
 		t.Run(filepath.Base(dir), func(t *testing.T) {

@@ -8,23 +8,8 @@ import (
 	"testing"
 )
 
-// root is the repository's root, found from the working directory.
-func root(t testing.TB) string {
-	dir, err := os.Getwd()
-	if err != nil {
-		t.Fatal(err)
-	}
-	for {
-		if _, err := os.Stat(filepath.Join(dir, "go.mod")); err == nil {
-			return dir
-		}
-		parent := filepath.Dir(dir)
-		if parent == dir {
-			t.Fatal("no go.mod above the working directory")
-		}
-		dir = parent
-	}
-}
+// root is the repository's root seen from here.
+const root = "../../.."
 
 func loadDir(t testing.TB, dir string) *Tokenizer {
 	t.Helper()
@@ -44,15 +29,15 @@ func loadDir(t testing.TB, dir string) *Tokenizer {
 }
 
 func micro(t testing.TB) *Tokenizer {
-	return loadDir(t, filepath.Join(root(t), "testdata", "micro-radixark", "checkpoint"))
+	return loadDir(t, filepath.Join(root, "testdata", "micro-radixark", "checkpoint"))
 }
 
 // goldenDirs are the committed golden folder, always there, and the larger ones
 // that lie beside the repository on some machines.
 func goldenDirs(t *testing.T, names ...string) map[string]string {
-	dirs := map[string]string{"micro-radixark": filepath.Join(root(t), "testdata", "micro-radixark")}
+	dirs := map[string]string{"micro-radixark": filepath.Join(root, "testdata", "micro-radixark")}
 	for _, name := range names {
-		dirs[name] = filepath.Join(root(t), "..", "shared", "golden", name)
+		dirs[name] = filepath.Join(root, "..", "shared", "golden", name)
 	}
 	return dirs
 }

@@ -179,7 +179,7 @@ func TestMergeLong(t *testing.T) {
 }
 
 func TestLoadErrors(t *testing.T) {
-	dir := filepath.Join(root(t), "testdata", "micro-radixark", "checkpoint")
+	dir := filepath.Join(root, "testdata", "micro-radixark", "checkpoint")
 	read := func(name string) string {
 		data, err := os.ReadFile(filepath.Join(dir, name))
 		if err != nil {
@@ -262,7 +262,7 @@ func TestLoadErrors(t *testing.T) {
 // TestIgnoreMerges: with the flag a piece that is a token is that token, even if
 // no chain of merges leads to it.
 func TestIgnoreMerges(t *testing.T) {
-	dir := filepath.Join(root(t), "testdata", "micro-radixark", "checkpoint")
+	dir := filepath.Join(root, "testdata", "micro-radixark", "checkpoint")
 	data, err := os.ReadFile(filepath.Join(dir, "tokenizer.json"))
 	if err != nil {
 		t.Fatal(err)
