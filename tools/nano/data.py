@@ -17,7 +17,7 @@ ROOT = os.path.dirname(os.path.dirname(HERE))
 KINDS = ["text", *skills.SKILLS]
 # shares of documents in the first stages and in the last one, where the documentation comes in force
 MIX = dict(copy=13, reverse=10, arithmetic=16, json=12, tool=13, tool_result=6, needle=7, docs=14, chat=9, think=4, text=2)
-MIX_LAST = dict(copy=9, reverse=9, arithmetic=14, json=11, tool=11, tool_result=6, needle=6, docs=30, chat=12, think=5, text=2)
+MIX_LAST = dict(copy=13, reverse=12, arithmetic=12, json=10, tool=10, tool_result=4, needle=4, docs=28, chat=14, think=6, text=2)
 
 
 def environment():
@@ -62,8 +62,13 @@ def documents():
     return out
 
 
+HELD_FILE = ROOT + "/testdata/nano/heldout.jsonl"
+
+
 def held_out(seed=2026):
-    """the held-out set, the same on every machine"""
+    """the held-out set: the committed file, or a new one where there is none"""
+    if os.path.exists(HELD_FILE):
+        return [json.loads(line) for line in open(HELD_FILE)]
     rng = random.Random(seed)
     count = dict(copy=80, reverse=50, arithmetic=80, json=80, tool=80, tool_result=50, needle=40, docs=120, chat=60, think=40)
     out, seen = [], set()
@@ -83,6 +88,18 @@ def held_out(seed=2026):
     return out
 
 
+def familiar(seed=777):
+    """prompts in forms that training uses, with contents of their own: what is lost to new forms is the difference to the held-out set"""
+    rng, out = random.Random(seed), []
+    for skill, n in dict(copy=80, reverse=50, arithmetic=80, json=80, tool=80, docs=120, chat=60).items():
+        for i in range(n):
+            s = skills.SKILLS[skill](rng)
+            while skills.is_held(s):
+                s = skills.SKILLS[skill](rng)
+            out.append(row(f"familiar-{skill}-{i + 1:03d}", skill, s))
+    return out
+
+
 def row(id_, skill, s):
     r = dict(id=id_, skill=skill, messages=s["messages"])
     if s.get("tools"):
@@ -99,6 +116,8 @@ def document(rng, encode, texts, kind):
         ids = encode(rng.choice(texts))[:600]
         return ids + [config.EOT], [TEXT_WEIGHT] * len(ids) + [TEXT_WEIGHT]
     s = skills.SKILLS[kind](rng)
+    while skills.is_held(s):
+        s = skills.SKILLS[kind](rng)
     a, b = encode(prompt(s)), encode(answer(s))
     return a + b + [config.EOT], [PROMPT_WEIGHT] * len(a) + [ANSWER_WEIGHT] * len(b) + [0]
 

@@ -10,7 +10,7 @@ import torch
 def main():
     ap = argparse.ArgumentParser()
     ap.add_argument("--checkpoint", required=True); ap.add_argument("--out", required=True); ap.add_argument("--share", type=float, default=1.0); ap.add_argument("--parity", action="store_true")
-    ap.add_argument("--seconds", type=float, default=1e9); ap.add_argument("--no-verify", action="store_true"); ap.add_argument("--no-golden", action="store_true")
+    ap.add_argument("--no-familiar", action="store_true"); ap.add_argument("--no-verify", action="store_true"); ap.add_argument("--no-golden", action="store_true")
     a = ap.parse_args()
     born = time.time()
     say = lambda *x: print(f"[{time.time() - born:7.1f}] eval:", *x, flush=True)
@@ -62,6 +62,13 @@ def main():
                 say("WRONG", r["id"], repr(r["messages"][-1]["content"][-160:]), "->", repr(g["text"][:200]), "want", json.dumps(r["expect"])[:160])
         part = [(g["prompt_tokens"], g["tokens"]) for r, g in zip(rows, got) if r["skill"] in ("chat", "docs")][:60]
         report["drafts"] = attempt("drafts", lambda: score.drafts(nano, [p for p, _ in part], [t for _, t in part]))
+    def familiar():
+        known = data.familiar()
+        answers_, total = score.run(nano, encode, text_of, known, False, say)
+        report["familiar"] = total
+        return {k: f"{v['pass']}/{v['n']}" for k, v in total.items()}
+    if not a.no_familiar:
+        attempt("familiar forms, new contents", familiar)
     json.dump(report, open(a.out + "/reference.json", "w"), indent=1)
     attempt("tokenizer", lambda: tokenizer(a, export))
 

@@ -3,7 +3,7 @@
 make(rng, held) -> dict(messages, tools, thinking, reasoning, content | calls, expect, max_new). `held` asks for the
 held-out phrasings or values; training never sees those. Everything follows from the generator's seed.
 """
-import json, string
+import json, re, string
 
 import facts
 
@@ -45,6 +45,51 @@ def word(rng):
     return "".join(rng.choice(string.ascii_lowercase) for _ in range(rng.randint(2, 7)))
 
 
+def name_of(rng, held=False):
+    """a first name; in training every third is made up"""
+    if held or rng.random() < .65:
+        return rng.choice(NAMES)
+    return "".join(rng.choice(["b", "br", "d", "f", "g", "h", "j", "k", "l", "m", "n", "p", "r", "s", "st", "t", "v", "w", "z", "", "ch", "sh"]) + rng.choice(["a", "e", "i", "o", "u", "ai", "ee"]) for _ in range(rng.randint(1, 3))).capitalize() + rng.choice(["", "", "n", "l", "s", "r", "k", "d"])
+
+
+def city_of(rng, held=False):
+    if held or rng.random() < .7:
+        return rng.choice(CITIES)
+    return name_of(rng) if rng.random() < .5 else rng.choice(["New ", "Old ", "Port ", "San ", "North "]) + rng.choice(CITIES + NAMES)
+
+
+# Forms that only the held-out set uses. Training documents that contain one are thrown away.
+HELD_FORMS = re.compile("|".join([
+    r"Please copy this text:", r"Write exactly the following:", r"Please reverse the ", r"Give me .* in reverse order", r"What does -?\d+ [-+*] -?\d+ give", r"Please work out",
+    r"Convert the text to JSON with the keys", r"Write JSON that follows the schema .* for this text", r"Please help me: ", r"One question: ", r"Look at this text\.", r"Well then: ",
+    r"Can you tell me what .* does\?", r"What is the purpose of ", r"Please tell me what .* is for", r"Please tell me how I can ", r"I need to .*, what do I do\?",
+    r"The answer was .*, what does that mean\?", r"Can you explain ", re.escape(HELD_SYSTEM)]), re.S)
+HELD_QUESTIONS = {q.rstrip(".?!").lower() for qs, _, _, _ in [(f[1], 0, 0, 0) for f in facts.answers()] for q in qs}
+
+
+def is_held(s):
+    """whether a training conversation uses a form or question of the held-out set"""
+    texts = [m.get("content") or "" for m in s["messages"]]
+    return any(HELD_FORMS.search(t) or t.strip().rstrip(".?!").lower() in HELD_QUESTIONS for t in texts)
+
+
+def dressed(rng, q, front=False):
+    """a question with the small things that people put around it; front: its end is content and stays as it is"""
+    k = rng.random() * (.7 if front else 1)
+    if k < .55:
+        return q
+    if k < .7:
+        return rng.choice(["Please: ", "Now: ", "Hi. ", "Hello! ", "Hi, ", "Next: ", "And now: ", "Task: ", "Question: ", "Q: ", "Here is a task. ", "A task for you: ", "Could you do this? ", "Do this: ", "Quick one: ", "Another one: ", "Ok. ", "Okay: ", "So, ",
+                           "Thanks. ", "Good. ", "Alright: ", "Hey, ", "I have a question. ", "Listen: ", "Try this: ", "First: ", "Dear nano, ", "nano, ", "Go: ", "Then: ", "Well, ", "Right: ", "Fine. ", "Go on: ", "Once more: ", "Tell me: ", "Help me with this: ", sentence(rng) + " "]) + q
+    if k < .78:
+        return q + rng.choice([" Thanks.", " Please.", " Thank you!", " Be quick.", " Answer briefly.", "\n", " Only the answer.", " No more than that.", " Just do it.", " I need it now."]) if "\n" not in q and ":" not in q else q
+    if k < .86:
+        return q[0].lower() + q[1:]
+    if k < .92:
+        return q.rstrip(".?!")
+    return rng.choice(["Can you help? ", "I am testing you. ", "This is a test. ", "My name is " + name_of(rng) + ". ", "I use ninfer. ", "It is late. ", "You are good at this. "]) + q
+
+
 def system(rng, held, p=0.35):
     if held:
         return [dict(role="system", content=HELD_SYSTEM)] if rng.random() < 0.3 else []
@@ -75,6 +120,26 @@ COPY = ["Repeat: {}", "Copy this: {}", "Say exactly: {}", "Repeat the following 
 COPY_HELD = ["Please copy this text: {}", "Write exactly the following: {}"]
 
 
+POLITE = ["", "", "", "Please ", "Can you ", "Could you ", "Could you please ", "Would you ", "I want you to ", "You should ", "Now ", "Kindly ", "Just ", "I need you to ", "Let us see: ", "Go and "]
+COPY_VERB = ["copy", "repeat", "echo", "say", "write", "print", "output", "return", "type", "give back", "reproduce", "duplicate", "spell out", "quote", "restate", "write down", "read back", "copy out", "show", "reply with", "answer with", "respond with", "send back"]
+COPY_OBJECT = ["", "", " this", " this text", " the text", " the following", " the following text", " these words", " what follows", " the line", " this line", " the message", " this string", " the string", " the next line", " this word", " my words", " the content", " it all", " the part below", " the phrase", " this exactly", " the same"]
+COPY_HOW = ["", "", "", " exactly", " word for word", " unchanged", " as it is", " verbatim", " once", " again", " without changes", " letter by letter", " back to me", " precisely", " and nothing else", " and stop"]
+COPY_SEP = [": {}", ": {}", ": {}", ":\n{}", "\n{}", ":\n\n{}", ' "{}"', ": '{}'", " - {}", ". {}", ": `{}`", " -> {}", " {}", ": [{}]", ":  {}"]
+REV_VERB = ["reverse", "turn around", "flip", "write backwards", "spell backwards", "mirror", "put backwards", "invert", "reverse the order of", "write in reverse", "give the reverse of", "give backwards", "say backwards"]
+REV_OBJECT = ["", " this", " the {k}", " this {k}", " the following {k}", " the following", " my {k}", " that {k}", " what follows", " the {k} below", " it"]
+
+
+def ask_parts(rng, verbs, objects, hows, s, k="text"):
+    q = rng.choice(POLITE) + rng.choice(verbs) + rng.choice(objects).format(k=k) + rng.choice(hows)
+    if q[:5] in ("Can y", "Could", "Would") and rng.random() < .3:
+        return q[0].upper() + q[1:] + "? " + s
+    return q[0].upper() + q[1:] + rng.choice(COPY_SEP).replace("{}", s)
+
+
+AFTER = ["{} - copy that.", "{}\nRepeat the line above.", "{}\n\nCopy the text above.", "\"{}\" - say it again.", "{}\nWrite this once more.", "{} (repeat this)", "Text: {}\nRepeat the text.", "The text is: {}\nCopy it.", "Here is a text: {} Copy it.", "{}\n^ copy"]
+AFTER_REV = ["{} - now backwards.", "{}\nReverse this.", "{}\n\nWrite that backwards.", "What do you get if you reverse {}?", "{} backwards?", "{} in reverse, please", "The {k} is {}. Reverse it.", "Here is a {k}: {}. Turn it around.", "{} reversed is what?", "How is {} written backwards?", "What is the reverse of {}?"]
+
+
 def phrase(rng):
     kind = rng.random()
     n = rng.choice([1, 1, 2, 3, 3, 4, 5, 6, 8, 10, 14])
@@ -97,7 +162,7 @@ def copy(rng, held=False):
     s = phrase(rng)
     if rng.random() < 0.25 and len(s) > 1:
         s = s[0].upper() + s[1:] + rng.choice([".", "!", "?", ""])
-    ask = rng.choice(COPY_HELD if held else COPY).format(s)
+    ask = rng.choice(COPY_HELD).format(s) if held else rng.choice(COPY).format(s) if rng.random() < .25 else rng.choice(AFTER).replace("{}", s) if rng.random() < .15 else dressed(rng, ask_parts(rng, COPY_VERB, COPY_OBJECT, COPY_HOW, s), True)
     return talk(rng, held, ask, s, ["The user wants the text repeated.", "I copy the text as it is.", "Copy exactly."], dict(kind="exact", text=s), 96)
 
 
@@ -115,6 +180,10 @@ def reverse(rng, held=False):
         items = [rng.choice(WORDS) if rng.random() < .7 else str(rng.randint(0, 99)) for _ in range(rng.randint(2, 6))]
         sep = rng.choice([" ", ", "]); shown = sep.join(items); out = sep.join(items[::-1]); k = "list"; steps = "Last to first."
     ask = rng.choice(REV_HELD if held else REV)
+    if not held and rng.random() < .75 and kind != "l" or not held and rng.random() < .5:
+        verbs = [v for v in REV_VERB if kind != "l" or not any(x in v for x in ("spell", "say"))]
+        ask = rng.choice(AFTER_REV).replace("{}", shown).replace("{k}", k) if rng.random() < .3 else ask_parts(rng, verbs, REV_OBJECT, [""], shown, k)
+        ask = dressed(rng, ask, True).replace("{", "{{").replace("}", "}}")
     if kind == "l" and not held and rng.random() < .2:
         ask = rng.choice(["Reverse the words: {}", "Reverse the order of the words: {}", "Reverse these words: {}", "Write the words backwards, last first: {}"])
     if kind == "l" and ask in ("Spell backwards: {}", "Write backwards: {}", "What is {} backwards?"):
@@ -123,6 +192,7 @@ def reverse(rng, held=False):
 
 
 SUM = ["What is {} {o} {}?", "{} {o} {}", "{} {o} {} =", "Calculate {} {o} {}.", "How much is {} {o} {}?", "Compute {} {o} {}", "Add: {} {o} {}", "what's {} {o} {}", "{}{o}{}", "{} {o} {} = ?", "Tell me {} {o} {}.", "Please calculate {} {o} {}", "Work out {} {o} {}."]
+SUM += ["What is the result of {} {o} {}?", "Result of {} {o} {}?", "Can you calculate {} {o} {}?", "Solve {} {o} {}.", "I need {} {o} {}.", "Give me {} {o} {}.", "And {} {o} {}?", "Now {} {o} {}", "{} {o} {} equals?", "{} {o} {} is?", "How much do I get for {} {o} {}?", "Evaluate {} {o} {}", "Find {} {o} {}.", "Do the sum: {} {o} {}", "math: {} {o} {}", "What number is {} {o} {}?", "Let x = {} {o} {}. What is x?", "The value of {} {o} {}?", "Could you work out {} {o} {}?", "Say what {} {o} {} is.", "Quick: {} {o} {}", "Answer: {} {o} {} = "]
 SUM_HELD = ["What does {} {o} {} give?", "Please work out {} {o} {}"]
 
 
@@ -186,6 +256,7 @@ def arithmetic(rng, held=False):
             if o != "+":
                 ask = ask.replace("Add: ", "")
             ask = ask.format(a, b, o=sign)
+            ask = ask if held else dressed(rng, ask)
         if is_held_sum(a, b, o) == held or (o == "*" and held):
             break
     return talk(rng, held, ask, str(r), [steps(a, b, o, r)], dict(kind="exact", text=str(r)), 24, think=0.4)
@@ -193,9 +264,9 @@ def arithmetic(rng, held=False):
 
 # ---- JSON under a schema
 
-def field_values(rng):
+def field_values(rng, held=False):
     """(key, JSON type, value, clause that says it)"""
-    name, other = rng.choice(NAMES), rng.choice(CITIES)
+    name, other = name_of(rng, held), city_of(rng, held)
     n = rng.randint(1, 99)
     return [("name", "string", name, f"{name}"), ("age", "integer", n, f"{n} years old"), ("city", "string", other, f"lives in {other}"), ("job", "string", (j := rng.choice(JOBS)), f"works as a {j}"),
             ("color", "string", (c := rng.choice(COLORS)), f"likes the color {c}"), ("count", "integer", (k := rng.randint(1, 500)), f"has {k} {rng.choice(ITEMS)}"), ("married", "boolean", (m := rng.random() < .5), "is married" if m else "is not married"),
@@ -203,8 +274,8 @@ def field_values(rng):
             ("pet", "string", (p := rng.choice(["dog", "cat", "rabbit", "horse", "parrot", "fish"])), f"has a {p}"), ("country", "string", (x := rng.choice(list(CAPITALS)[:18])), f"comes from {x}"), ("phone", "string", (t := "".join(rng.choice(string.digits) for _ in range(rng.randint(5, 8)))), f"has the number {t}")]
 
 
-def person(rng):
-    fields = field_values(rng)
+def person(rng, held=False):
+    fields = field_values(rng, held)
     first, rest = fields[0], fields[1:]
     chosen = rng.sample(rest, rng.randint(1, 4))
     parts = []
@@ -216,9 +287,9 @@ def person(rng):
     return text, [first] + chosen
 
 
-def order(rng):
-    n, item, price, who = rng.randint(1, 40), rng.choice(ITEMS), rng.choice([rng.randint(1, 90), round(rng.uniform(1, 90), 2)]), rng.choice(NAMES)
-    city = rng.choice(CITIES)
+def order(rng, held=False):
+    n, item, price, who = rng.randint(1, 40), rng.choice(ITEMS), rng.choice([rng.randint(1, 90), round(rng.uniform(1, 90), 2)]), name_of(rng, held)
+    city = city_of(rng, held)
     forms = [(f"{who} orders {n} {item} for {price} euros.", [("customer", "string", who), ("quantity", "integer", n), ("item", "string", item), ("price", "number", price)]),
              (f"Send {n} {item} to {who} in {city}.", [("quantity", "integer", n), ("item", "string", item), ("customer", "string", who), ("city", "string", city)]),
              (f"The train to {city} leaves at {(h := rng.randint(0, 23))}:{(m := rng.randint(10, 59))} from platform {(p := rng.randint(1, 20))}.", [("destination", "string", city), ("time", "string", f"{h}:{m}"), ("platform", "integer", p)]),
@@ -231,6 +302,8 @@ def order(rng):
 
 JSON_ASK = ["Extract the fields as JSON.\nSchema: {s}\nText: {t}", "{t}\nWrite this as JSON with the keys {k}.", "Return JSON with {k}: {t}", "Schema: {s}\n\n{t}", "Turn the sentence into JSON ({k}).\n{t}", "Read the text and answer with JSON that follows this schema.\n{s}\n\nText: {t}",
             "Text: {t}\nGive me a JSON object with the keys {k}.", "Answer in JSON only. Keys: {k}. Text: {t}", "JSON schema: {s}\nFill it from: {t}", "Write as JSON ({k}): {t}"]
+JSON_ASK += ["Make JSON from this text, keys {k}: {t}", "From the text take {k} and write JSON. {t}", "{t} -> JSON with {k}", "Parse this into JSON: {t} Keys: {k}", "I need a JSON object ({k}) for: {t}", "Output JSON matching {s}. Input: {t}", "{s}\n{t}", "Input: {t}\nSchema: {s}\nOutput:", "Represent as JSON with fields {k}: {t}",
+             "Give {k} as JSON for this sentence: {t}", "Extract {k} from the sentence. {t} Answer in JSON.", "Create JSON. Fields: {k}. Sentence: {t}", "Use the schema {s} and turn this into JSON: {t}", "Text to JSON. Schema {s}. Text {t}", "Translate to JSON ({k}): {t}", "Which JSON object with {k} describes this? {t}"]
 JSON_HELD = ["Convert the text to JSON with the keys {k}. Text: {t}", "Write JSON that follows the schema {s} for this text: {t}"]
 
 
@@ -245,7 +318,7 @@ def schema(fields, rng):
 
 
 def to_json(rng, held=False):
-    text, fields = person(rng) if rng.random() < .6 else order(rng)
+    text, fields = person(rng, held) if rng.random() < .6 else order(rng, held)
     want = [f for f in fields if rng.random() < .85] or fields[:1]
     if not held and rng.random() < .15:
         say = lambda v: v if isinstance(v, str) else json.dumps(v)
@@ -255,7 +328,7 @@ def to_json(rng, held=False):
     if not held and rng.random() < .08:          # no keys named: all of them
         want = fields
         value = {f[0]: f[2] for f in want}
-        ask = rng.choice(["Write as JSON: {}", "Turn this into JSON: {}", "As JSON, please: {}", "JSON: {}"]).format(", ".join(f[0] + " " + (f[2] if isinstance(f[2], str) else json.dumps(f[2])) for f in want))
+        ask = rng.choice(["Make JSON of: {}", "JSON please: {}", "Convert to JSON: {}", "Encode as JSON: {}", "Write as JSON: {}", "Turn this into JSON: {}", "As JSON, please: {}", "JSON: {}"]).format(", ".join(f[0] + " " + (f[2] if isinstance(f[2], str) else json.dumps(f[2])) for f in want))
         return talk(rng, held, ask, json.dumps(value), ["The keys are " + ", ".join(value) + "."], dict(kind="json", value=value), 128, think=0.25)
     value = {f[0]: f[2] for f in want}
     ask = rng.choice(JSON_HELD if held else JSON_ASK).format(s=schema(want, rng), t=text, k=", ".join(f[0] for f in want))
@@ -272,9 +345,9 @@ def fake_name(rng):
     return rng.choice(["get", "find", "set", "list", "make", "read", "send", "check", "load", "update", "delete", "create", "fetch", "show"]) + "_" + rng.choice(WORDS)
 
 
-def tool_cases(rng):
+def tool_cases(rng, held=False):
     """(name, description, properties, required, question, arguments, result, answer)"""
-    city, who, w, n = rng.choice(CITIES), rng.choice(NAMES), rng.choice(WORDS), rng.randint(1, 60)
+    city, who, w, n = city_of(rng, held), name_of(rng, held), rng.choice(WORDS) if held else word(rng), rng.randint(1, 60)
     a, b, o, r = operation(rng)
     t = rng.randint(-10, 38)
     sky = rng.choice(["sunny", "cloudy", "rainy", "windy", "snowy"])
@@ -301,7 +374,7 @@ def tool_cases(rng):
     yield (rng.choice(["set_timer", "start_timer"]), "Start a timer", {"minutes": p("integer", "How long")}, ["minutes"], rng.choice(["Set a timer for {} minutes.", "Wake me in {} minutes.", "Start a {} minute timer."]).format(minutes), {"minutes": minutes}, "ok", (f"The timer is set for {minutes} minutes.", [str(minutes)]))
     on = rng.random() < .5
     yield ("set_light", "Turn a light on or off", {"room": p("string"), "on": p("boolean")}, ["room", "on"], f"Turn the light in the {(room := rng.choice(['kitchen', 'bedroom', 'garden', 'office', 'hall']))} {'on' if on else 'off'}.", {"room": room, "on": on}, "done", (f"The light in the {room} is {'on' if on else 'off'}.", [room]))
-    fields = field_values(rng)
+    fields = field_values(rng, held)
     chosen = rng.sample(fields, rng.randint(1, 3))
     name = fake_name(rng)
     yield (name, "Do " + name.replace("_", " "), {f[0]: p(f[1]) for f in chosen}, [f[0] for f in chosen], rng.choice(["Use {n} with {a}.", "Call {n}: {a}", "Please run {n} with {a}.", "{n} {a}"]).format(n=name, a=", ".join(f"{f[0]} {json.dumps(f[2]) if f[1] != 'string' else f[2]}" for f in chosen)),
@@ -327,7 +400,7 @@ def declare(case, rng):
 
 
 def tool_setup(rng, held):
-    cases = list(tool_cases(rng))
+    cases = list(tool_cases(rng, held))
     i = rng.randrange(len(cases)) if rng.random() > .15 else 0
     case = cases[i]
     others, names = [], {case[0]}
@@ -354,6 +427,8 @@ def tool(rng, held=False):
         question = rng.choice(["Please help me: ", "One question: "]) + question
     elif rng.random() < .1:
         question = rng.choice(["Please. ", "Hello. ", "Hi! ", "Use a tool. ", "Now: "]) + question
+    else:
+        question = dressed(rng, question, True)
     messages.append(dict(role="user", content=question))
     thinking = rng.random() < .4
     return dict(messages=messages, tools=tools, thinking=thinking, reasoning=rng.choice([f"I call {case[0]}.", f"The function {case[0]} fits."]) if thinking else "", content="",
@@ -493,23 +568,35 @@ def chat(rng, held=False):
         n = rng.randint(1, 99); q, a = rng.choice([(f"Is {n} even?", "Yes." if n % 2 == 0 else "No."), (f"What comes after {n}?", str(n + 1)), (f"What comes before {n}?", str(n - 1)), (f"Is {n} larger than {(m := rng.randint(1, 99))}?", "Yes." if n > m else "No.")]); keys = [a]
     if held:
         q = rng.choice(["{}", "Well then: {}"]).format(q)
-    elif rng.random() < .1:
-        q = rng.choice([q.lower(), q.rstrip(".?!"), "Please: " + q, q + " Thanks."])
+    elif rng.random() < .6:
+        q = dressed(rng, q)
     return talk(rng, held, q, a, ["A simple question.", "I answer briefly.", "This is easy.", "The user asks: " + q[:40].strip()], dict(kind="contains", all=keys), 96, think=.35)
 
 
 FACTS = facts.answers()
+REWORD = [(r"^What does (.*) do\?$", ["Do you know what {0} does?", "I wonder what {0} does.", "Say what {0} does.", "What will {0} do?", "What does {0} do exactly?"]), (r"^What is (.*) for\?$", ["What would I need {0} for?", "For what is {0}?", "What is the use of {0}?", "{0}: what for?"]),
+          (r"^How (?:do|can) I (.*)\?$", ["What is the way to {0}?", "How would I {0}?", "How could I {0}?", "What should I do to {0}?", "I have to {0}; how?", "Do you know how to {0}?", "Show me how to {0}.", "Explain how to {0}.", "My plan is to {0}. What do I need?", "How shall I {0}?", "How is it possible to {0}?"]),
+          (r"^What is (.*)\?$", ["Do you know what {0} is?", "Say what {0} is.", "I ask myself what {0} is.", "Define {0}.", "What might {0} be?", "Could you say what {0} is?"]), (r"^What does (.*) mean\?$", ["Do you know what {0} means?", "{0} means what?", "What is meant by {0}?", "I do not know what {0} means."]),
+          (r"^Which (.*)\?$", ["What {0}?", "Tell me which {0}.", "Say which {0}.", "Do you know which {0}?"]), (r"^Where (is|are|does|do) (.*)\?$", ["Do you know where {1} {0}?", "I look for where {1} {0}."]), (r"^(Does|Do|Can|Is|Are) (.*)\?$", ["I ask: {0} {1}?", "Tell me: {0} {1}?", "{0} {1}, or not?", "Is it so: {0} {1}?"]),
+          (r"^Tell me (.*)\.$", ["Say {0}.", "I want to hear {0}.", "Let me know {0}."]), (r"^Explain (.*)\.$", ["Give an explanation of {0}.", "Make {0} clear to me.", "Say something about {0}."])]
+
+
+def reworded(rng, q):
+    """another way to ask, where the form of the question is known"""
+    for form, others in REWORD:
+        m = re.match(form, q)
+        if m:
+            return rng.choice(others).format(*m.groups())
+    return q
 
 
 def docs(rng, held=False, which=None):
     f = FACTS[which % len(FACTS)] if which is not None else rng.choice(FACTS)
     q = rng.choice(f[1] if held else f[0])
     if not held:
-        k = rng.random()
-        if k < .08: q = q.lower()
-        elif k < .16: q = q.rstrip(".?!")
-        elif k < .24: q = rng.choice(["Please: ", "ninfer: ", "Hi. ", "A question: ", "Hello! ", "Quick question: ", "In ninfer, ", "With ninfer: "]) + q
-        elif k < .3: q = q + rng.choice([" Thanks.", " Please answer briefly.", " I use ninfer.", " Please."])
+        if rng.random() < .4:
+            q = reworded(rng, q)
+        q = dressed(rng, q) if rng.random() < .8 else rng.choice(["ninfer: ", "In ninfer, ", "With ninfer: ", "About ninfer: ", "I use ninfer. "]) + q
     return talk(rng, held, q, f[2], ["A question about ninfer.", "I know this from the documentation.", "This is about ninfer."], dict(kind="contains", all=f[3]), 96, think=.3)
 
 

@@ -4,8 +4,8 @@ usage: python train.py --out DIR --seconds N [--resume FROM] [--export-every S] 
 
 One run of N seconds is warm-up, a long stage, and a decay over the last part. The last third is done on the grid of the stored formats
 and with more documentation. DIR gets log.txt lines on stdout, state.pt (exact weights and optimisers) and, at every export, checkpoint/.
---resume starts from the weights of a checkpoint folder or a .ninfer artifact, or goes on from state.pt in DIR if there is one. A number in DIR/seconds replaces N; with a
-unix time in DIR/deadline the run ends then; a file DIR/stop ends it now, to be gone on with.
+--resume starts from the weights of a checkpoint folder or a .ninfer artifact, or goes on from state.pt in DIR if there is one. A number
+in DIR/seconds replaces N; with a unix time in DIR/deadline the run ends then; a file DIR/stop ends it now, to be gone on with.
 """
 import argparse, json, math, os, random, shutil, threading, time, queue as queues, traceback
 
