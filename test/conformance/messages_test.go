@@ -286,7 +286,7 @@ func settled(t *testing.T, s *site) {
 
 // The npm package, with its helpers for streams and tools.
 func TestAnthropicNode(t *testing.T) {
-	dir := npm(t, "anthropic.mjs")
+	dir := npm(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()
 	run := exec.CommandContext(ctx, "node", "anthropic.mjs", act(t).url, serve(t, micro, "--max-context", "256", "--api-key", "right").url, "right")
@@ -391,7 +391,7 @@ func TestNanoMessages(t *testing.T) {
 // The npm package on nano.
 func TestNanoAnthropicNode(t *testing.T) {
 	cases := map[string][]question{"copy": questions(t, "copy", false, 2), "think": questions(t, "copy", true, 2), "tool": questions(t, "tool", false, 2)}
-	dir := npm(t, "anthropic-nano.mjs")
+	dir := npm(t)
 	raw, err := json.Marshal(cases)
 	if err != nil {
 		t.Fatal(err)

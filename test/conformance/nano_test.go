@@ -292,7 +292,7 @@ func TestNanoErrorsAndCancel(t *testing.T) {
 // The npm package on nano.
 func TestNanoNode(t *testing.T) {
 	cases := map[string][]question{"copy": questions(t, "copy", false, 2), "think": questions(t, "copy", true, 2), "tool": questions(t, "tool", false, 2)}
-	dir := npm(t, "nano.mjs")
+	dir := npm(t)
 	raw, err := json.Marshal(cases)
 	if err != nil {
 		t.Fatal(err)

@@ -272,7 +272,7 @@ func TestResponsesNode(t *testing.T) {
 // node runs a script of the folder node with its packages.
 func node(t *testing.T, script string, args ...string) string {
 	t.Helper()
-	dir := npm(t, script)
+	dir := npm(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()
 	run := exec.CommandContext(ctx, "node", append([]string{script}, args...)...)

@@ -3,6 +3,7 @@ package conformance
 import (
 	"bufio"
 	"context"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -114,35 +115,38 @@ func TestOpenAITools(t *testing.T) {
 	}
 }
 
-// npm makes a folder with the packages of node/package.json and a script; it skips the test where there is no Node.
-func npm(t *testing.T, script string) string {
+// installNode makes a folder with the packages of node/package.json and the scripts, once.
+var installNode = sync.OnceValues(func() (string, error) {
+	dir := filepath.Join(filepath.Dir(program), "node")
+	if err := os.CopyFS(dir, os.DirFS("node")); err != nil {
+		return "", err
+	}
+	install := exec.Command("npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund")
+	install.Dir = dir
+	if out, err := install.CombinedOutput(); err != nil {
+		return "", fmt.Errorf("npm ci: %w\n%s", err, out)
+	}
+	return dir, nil
+})
+
+// npm returns that folder; it skips the test where there is no Node. What a test puts there no other one may read.
+func npm(t *testing.T) string {
 	t.Helper()
 	for _, name := range []string{"node", "npm"} {
 		if _, err := exec.LookPath(name); err != nil {
 			t.Skip(err)
 		}
 	}
-	dir := t.TempDir()
-	for _, name := range []string{"package.json", "package-lock.json", script} {
-		b, err := os.ReadFile(filepath.Join("node", name))
-		if err != nil {
-			t.Fatal(err)
-		}
-		if err := os.WriteFile(filepath.Join(dir, name), b, 0o644); err != nil {
-			t.Fatal(err)
-		}
-	}
-	install := exec.Command("npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund")
-	install.Dir = dir
-	if out, err := install.CombinedOutput(); err != nil {
-		t.Fatalf("npm ci: %v\n%s", err, out)
+	dir, err := installNode()
+	if err != nil {
+		t.Fatal(err)
 	}
 	return dir
 }
 
 // The npm package, which has ideas of its own about streams and tools.
 func TestOpenAINode(t *testing.T) {
-	dir := npm(t, "openai.mjs")
+	dir := npm(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()
 	run := exec.CommandContext(ctx, "node", "openai.mjs", act(t).url, serve(t, micro, "--max-context", "256", "--api-key", "right", "--model-id", "tiny").url, "right")
