@@ -45,7 +45,8 @@ SAMPLES ?= 20000
 company:
 	NINFER_COMPANY=$(COMPANY) NINFER_SAMPLES=$(SAMPLES) go test -count=1 -v -timeout 12h -run 'TestCompany|TestSampledSpeculation' ./internal/engine
 
-# The adaptive draft policy beside fixed numbers of drafts, in tokens a second: POLICY is micro, or an artifact whose drafts mean something.
+# The adaptive draft policy beside fixed numbers of drafts, in tokens a second: POLICY is micro, or an artifact whose drafts mean something,
+# PROMPTS a file of prompts that suit it (see the test).
 POLICY ?= micro
 policy:
-	NINFER_POLICY=$(POLICY) go test -count=1 -v -timeout 2h -run 'TestAdaptiveAgainstFixed' ./internal/engine
+	NINFER_POLICY=$(POLICY) NINFER_POLICY_PROMPTS=$(PROMPTS) go test -count=1 -v -timeout 2h -run 'TestAdaptiveAgainstFixed' ./internal/engine

@@ -2,10 +2,12 @@ package engine_test
 
 import (
 	"context"
+	"encoding/json/v2"
 	"fmt"
 	"math/rand/v2"
 	"os"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -20,13 +22,13 @@ import (
 // TestAdaptiveAgainstFixed measures committed tokens a second of a mixed workload with each fixed number of drafts and with the adaptive
 // policy, one after the other, over and over: medians count. NINFER_POLICY is "micro", for drafts that are right as often as a request's
 // kind wants, or the path of an artifact, which continues parts of a text, parts of it twice and random tokens with drafts of its own,
-// or empty for nothing.
+// or empty for nothing. NINFER_POLICY_PROMPTS is a file of objects, one a line, with prompt_tokens and tokens, that replace these prompts.
 func TestAdaptiveAgainstFixed(t *testing.T) {
 	path := os.Getenv("NINFER_POLICY")
 	if path == "" {
 		t.Skip("NINFER_POLICY is not set")
 	}
-	const lanes, most, output, room = 4, 5, 48, 192
+	const lanes, most, output, room = 4, 5, 48, 512
 	var m *model.Model
 	var text []int32
 	rng := rand.New(rand.NewPCG(4, 44))
@@ -49,12 +51,15 @@ func TestAdaptiveAgainstFixed(t *testing.T) {
 		}
 		requests = append(requests, engine.Request{Prompt: prompt, MaxNew: output})
 	}
+	if file := os.Getenv("NINFER_POLICY_PROMPTS"); file != "" {
+		requests = recordedPrompts(t, file, room, output)
+	}
 	dev := cpu.NewFast(cpu.Options{States: m.States, Lanes: lanes, Tokens: room, Verify: most + 1, Carry: 140})
 	defer dev.Close()
 	r := model.NewRunner(m, dev, 128)
 	batch := func(adaptive bool) *engine.Batch {
 		b, err := engine.NewBatch(r, engine.BatchOptions{
-			Limits: engine.Limits{Lanes: lanes, Pages: 3 * lanes, Pending: len(requests), GapRows: 128}, Context: room, Adaptive: adaptive,
+			Limits: engine.Limits{Lanes: lanes, Pages: lanes * room / engine.PageTokens, Pending: len(requests), GapRows: 128}, Context: room, Adaptive: adaptive,
 		})
 		if err != nil {
 			t.Fatal(err)
@@ -125,6 +130,33 @@ func TestAdaptiveAgainstFixed(t *testing.T) {
 	if got := rates[len(rates)-1][rounds/2]; got < 0.97*best {
 		t.Errorf("adaptive is %.1f %% behind the best fixed number", 100*(1-got/best))
 	}
+}
+
+// recordedPrompts are requests whose answers are not short, evenly spread over a file.
+func recordedPrompts(t *testing.T, file string, room, output int) []engine.Request {
+	t.Helper()
+	raw, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var fit []engine.Request
+	for line := range strings.Lines(string(raw)) {
+		var r struct {
+			Prompt []int32 `json:"prompt_tokens"`
+			Tokens []int32 `json:"tokens"`
+		}
+		if err := json.Unmarshal([]byte(line), &r); err != nil {
+			t.Fatal(err)
+		}
+		if n := min(len(r.Tokens), output); n >= 12 && len(r.Prompt)+n <= room {
+			fit = append(fit, engine.Request{Prompt: r.Prompt, MaxNew: n})
+		}
+	}
+	var some []engine.Request
+	for i := range min(24, len(fit)) {
+		some = append(some, fit[i*len(fit)/min(24, len(fit))])
+	}
+	return some
 }
 
 // bound binds an artifact with its drafter, and reads a text with its tokenizer.

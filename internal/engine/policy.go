@@ -9,7 +9,10 @@ type roundCost struct {
 	n     int
 }
 
-const costForget = 0.997
+const (
+	costForget = 0.997
+	costTrust  = 2 // most that a round's time is believed to differ from what was expected
+)
 
 // observe notes a round's time.
 func (c *roundCost) observe(rows, passes int, seconds float64) {
@@ -31,6 +34,9 @@ func (c *roundCost) observe(rows, passes int, seconds float64) {
 	for i := range x {
 		denominator += x[i] * px[i]
 		predicted += x[i] * c.theta[i]
+	}
+	if c.n > 10 { // a machine that did something else meanwhile is no reason to forget what is known
+		seconds = max(predicted/costTrust, min(seconds, costTrust*predicted))
 	}
 	trace := 0.0
 	for i := range x {
