@@ -2,7 +2,7 @@
 export GOTOOLCHAIN := go1.27.3
 export CGO_ENABLED := 0
 
-.PHONY: build test ci fuzz soak company policy convert-speed convert-crash
+.PHONY: build test ci fuzz soak company policy convert-speed convert-crash nano nano-scores
 
 build:
 	go build -o bin/ninfer ./cmd/ninfer
@@ -12,6 +12,14 @@ test:
 
 ci:
 	bash .ci/run
+
+# The artifact of the model inside the program, from its checkpoint.
+nano:
+	bash tools/nano/build.sh
+
+# All held-out prompts; the ordinary test asks a sample.
+nano-scores:
+	go test -count 1 -v -run 'Skills|Drafts|Perplexity' ./internal/nano -all
 
 # Every fuzz target for FUZZTIME each; hours by hand: make fuzz FUZZTIME=1h. Targets of one package: make fuzz FUZZPKG=./internal/text/parse
 # Without a limit of ten tries the first inputs are made smaller for a minute each, and hardly one is new.
