@@ -82,3 +82,32 @@ func TestClaudeCodeBudget(t *testing.T) {
 	}
 	a.keep(t, "claude-code-budget")
 }
+
+// Claude Code on nano, with instructions short enough for its context and one harmless tool: what nano is asked to copy is its answer, or
+// whatever else it makes of a prompt that it was not trained on, but an answer.
+func TestNanoClaudeCode(t *testing.T) {
+	question := questions(t, "copy", false, 1)[0].Messages
+	node, err := exec.LookPath("node")
+	if err != nil {
+		t.Skip(err)
+	}
+	bin, err := installAgents()
+	if err != nil {
+		t.Fatal(err)
+	}
+	a := &agent{command: node}
+	out := a.run(t, start(t, "serve", "--port", "0", "--device", "cpu", "--max-context", "8192", "--default-max-tokens", "1000", "--greedy"), func(url string) {
+		a.args = []string{
+			filepath.Join(bin, "../@anthropic-ai/claude-code/cli-wrapper.cjs"), "-p", question[len(question)-1].Content, "--tools", "Read", "--system-prompt", "Answer shortly.",
+			"--max-turns", "4", "--output-format", "json",
+		}
+		a.env = []string{
+			"ANTHROPIC_BASE_URL=" + url, "ANTHROPIC_API_KEY=none", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1", "DISABLE_AUTOUPDATER=1", "ANTHROPIC_MODEL=nano", "MAX_THINKING_TOKENS=0",
+		}
+	})
+	var result map[string]any
+	if err := json.Unmarshal([]byte(out), &result); err != nil || result["is_error"] != false || result["stop_reason"] != "end_turn" || result["result"] == "" {
+		t.Errorf("%v: %s", err, out)
+	}
+	t.Logf("%d requests: %q", len(a.requests), result["result"])
+}
