@@ -96,6 +96,9 @@ type subject struct {
 // open opens the embedded model. Tests skip in a build without it.
 func open(t *testing.T, o model.Options) subject {
 	t.Helper()
+	if testing.Short() {
+		t.Skip("asks the model for half a minute: not with -short")
+	}
 	raw, err := nano.Artifact()
 	if errors.Is(err, nano.ErrLeftOut) {
 		t.Skip(err)
