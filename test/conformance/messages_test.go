@@ -407,7 +407,7 @@ func TestNanoAnthropicNode(t *testing.T) {
 	if err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
-	if n := strings.Count(string(out), "\n"); n != 4 {
+	if n := strings.Count(string(out), "\n"); n != 6 {
 		t.Errorf("%d checks:\n%s", n, out)
 	}
 }

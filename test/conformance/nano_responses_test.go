@@ -3,6 +3,7 @@ package conformance
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -34,14 +35,16 @@ func (q question) response() (responses.ResponseNewParams, option.RequestOption)
 	return p, option.WithJSONSet("chat_template_kwargs", map[string]any{"enable_thinking": q.Thinking})
 }
 
-// A model that means something, through Responses: text and reasoning, calls and the answer to their results, streamed and whole.
+// A model that means something, through Responses: text and reasoning, calls and the answer to their results, streamed and whole; a refusal,
+// and a client that leaves.
 func TestNanoResponses(t *testing.T) {
 	var plain []question
 	for _, thinking := range []bool{false, true} {
 		plain = append(plain, questions(t, "copy", thinking, 2)...)
 	}
 	tools := append(questions(t, "tool", false, 2), questions(t, "tool", true, 1)...)
-	client := openaiClient(t, serveNano(t), "none")
+	s := serveNano(t)
+	client := openaiClient(t, s, "none")
 	ask := func(q question) responses.Response {
 		t.Helper()
 		p, o := q.response()
@@ -86,6 +89,23 @@ func TestNanoResponses(t *testing.T) {
 			t.Errorf("%s: after the result %s", q.ID, next.RawJSON())
 		}
 	}
+	p, o := plain[len(plain)-1].response()
+	long := p
+	long.Input = responses.ResponseNewParamsInputUnion{OfString: openai.String(strings.Repeat(longText(), 4))}
+	var refused *openai.Error
+	if _, err := client.Responses.New(t.Context(), long, o); !errors.As(err, &refused) || refused.StatusCode != 400 || refused.Code != "context_length_exceeded" {
+		t.Errorf("too long: %v", err)
+	}
+	p.Temperature, p.MaxOutputTokens = openai.Float(2), openai.Int(1900)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	stream := client.Responses.NewStreaming(ctx, p, o)
+	if !stream.Next() {
+		t.Fatal(stream.Err())
+	}
+	cancel()
+	stream.Close()
+	settled(t, s)
 }
 
 // account is an answer, whatever its protocol.
@@ -214,7 +234,7 @@ func TestNanoResponsesNode(t *testing.T) {
 	if err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
-	if n := strings.Count(string(out), "\n"); n != 3 {
+	if n := strings.Count(string(out), "\n"); n != 5 {
 		t.Errorf("%d checks:\n%s", n, out)
 	}
 }

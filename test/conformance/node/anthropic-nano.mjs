@@ -3,7 +3,7 @@
 
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
-import Anthropic from "@anthropic-ai/sdk";
+import Anthropic, { APIUserAbortError, BadRequestError } from "@anthropic-ai/sdk";
 
 const [address, file] = process.argv.slice(2);
 const cases = JSON.parse(readFileSync(file, "utf8"));
@@ -53,6 +53,22 @@ const checks = {
       const { usage } = await client.messages.create(body(q, { max_tokens: 1 }));
       assert.equal(input_tokens, usage.input_tokens + usage.cache_read_input_tokens);
     }
+  },
+
+  async errors() {
+    const long = body({ ...cases.copy[0], messages: [{ role: "user", content: "word ".repeat(9000) }] });
+    for (const stream of [false, true]) {
+      await assert.rejects(client.messages.create({ ...long, stream }), (e) => e instanceof BadRequestError && /prompt is too long: \d+ tokens > \d+ maximum/.test(e.message));
+    }
+  },
+
+  async cancel() {
+    const control = new AbortController();
+    const waiting = client.messages.create(body(cases.think[0], { temperature: 1, max_tokens: 1900 }), { signal: control.signal });
+    setTimeout(() => control.abort(), 20);
+    await assert.rejects(waiting, APIUserAbortError);
+    const got = await client.messages.create(body(cases.copy[0]));
+    assert.equal(got.content[0].text.trim(), cases.copy[0].expect.text);
   },
 };
 

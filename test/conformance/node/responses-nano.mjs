@@ -2,7 +2,7 @@
 
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
-import OpenAI from "openai";
+import OpenAI, { APIUserAbortError, BadRequestError } from "openai";
 
 const [url, file] = process.argv.slice(2);
 const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: "none", maxRetries: 0 });
@@ -45,6 +45,21 @@ const checks = {
       const next = await client.responses.create({ ...body(q), previous_response_id: got.id, input: [{ type: "function_call_output", call_id: call.call_id, output: "The answer is 1742." }] });
       assert.ok(next.output_text.trim());
     }
+  },
+
+  async errors() {
+    for (const stream of [false, true]) {
+      const long = { ...body(cases.copy[0]), input: "word ".repeat(9000), stream };
+      await assert.rejects(client.responses.create(long), (e) => e instanceof BadRequestError && e.code === "context_length_exceeded");
+    }
+  },
+
+  async cancel() {
+    const control = new AbortController();
+    const waiting = client.responses.create({ ...body(cases.think[0]), temperature: 2, max_output_tokens: 1900 }, { signal: control.signal });
+    setTimeout(() => control.abort(), 20);
+    await assert.rejects(waiting, APIUserAbortError);
+    assert.equal((await client.responses.create(body(cases.copy[0]))).output_text.trim(), cases.copy[0].expect.text);
   },
 };
 
