@@ -10,6 +10,8 @@ import (
 	"os"
 	"strconv"
 	"time"
+
+	"ninfer/internal/front"
 )
 
 // smallBody is what a body may take before it counts against the memory of all bodies.
@@ -203,4 +205,53 @@ func objectAt(v jsontext.Value, path string) (object, *failure) {
 		return object{}, wrongType(path, "an object")
 	}
 	return in, nil
+}
+
+// refuseConstraints refuses what would force a call into a form: strict is the path of the first declaration that asks for it, constraints is
+// the request's tool_constraints.
+func refuseConstraints(strict string, constraints *string) *failure {
+	switch {
+	case strict != "":
+		return bad(codeConstrained, strict, "%s is not supported yet: arguments cannot be forced to follow the schema", strict)
+	case constraints != nil && *constraints == "basic":
+		return bad(codeConstrained, "tool_constraints", "tool_constraints basic is not supported yet; only auto is")
+	}
+	return nil
+}
+
+// templateArgs takes the members of chat_template_kwargs that no field of a request has too; the template gets all that we do not know.
+func templateArgs(kwargs object, to *front.Request) *failure {
+	vision, err := kwargs.boolean("add_vision_id")
+	if err != nil {
+		return err
+	}
+	to.AddVisionID = vision != nil && *vision
+	for name, value := range kwargs.members {
+		switch name {
+		case "enable_thinking", "preserve_thinking", "reasoning_effort", "add_vision_id":
+		default:
+			to.Args = append(to.Args, front.Arg{Name: name, Value: value})
+		}
+	}
+	return nil
+}
+
+// typedPart opens a content part of OpenAI's protocols and gives its type; a cache breakpoint is checked and has no effect.
+func typedPart(raw jsontext.Value, path string) (o object, kind string, err *failure) {
+	if o, err = objectAt(raw, path); err != nil {
+		return o, "", err
+	}
+	given, err := o.str("type")
+	if err != nil {
+		return o, "", err
+	}
+	if given == nil {
+		return o, "", bad("missing_required_parameter", o.at("type"), "%s is missing", o.at("type"))
+	}
+	if v, ok := o.given("prompt_cache_breakpoint"); ok {
+		if k := v.Kind(); k != '{' && k != 't' && k != 'f' {
+			return o, "", bad("invalid_cache_breakpoint", o.at("prompt_cache_breakpoint"), "%s must be an object or a boolean", o.at("prompt_cache_breakpoint"))
+		}
+	}
+	return o, *given, nil
 }

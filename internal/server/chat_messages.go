@@ -203,45 +203,33 @@ func content(o object, m *front.Message) *failure {
 
 func part(raw jsontext.Value, path, role string) (front.Part, *failure) {
 	var none front.Part
-	o, err := objectAt(raw, path)
+	o, kind, err := typedPart(raw, path)
 	if err != nil {
 		return none, err
 	}
-	kind, err := o.str("type")
-	if err != nil {
-		return none, err
-	}
-	if kind == nil {
-		return none, bad("missing_required_parameter", o.at("type"), "%s is missing", o.at("type"))
-	}
-	if v, ok := o.given("prompt_cache_breakpoint"); ok {
-		if k := v.Kind(); k != '{' && k != 't' && k != 'f' {
-			return none, bad("invalid_cache_breakpoint", o.at("prompt_cache_breakpoint"), "%s must be an object or a boolean", o.at("prompt_cache_breakpoint"))
-		}
-	}
-	switch *kind {
+	switch kind {
 	case "text", "refusal":
-		if *kind == "refusal" && role != "assistant" {
+		if kind == "refusal" && role != "assistant" {
 			return none, bad("invalid_value", o.at("type"), "a refusal is possible only in an assistant message")
 		}
-		text, err := o.str(*kind)
+		text, err := o.str(kind)
 		if err != nil {
 			return none, err
 		}
 		if text == nil {
-			return none, bad("missing_required_parameter", o.at(*kind), "%s is missing", o.at(*kind))
+			return none, bad("missing_required_parameter", o.at(kind), "%s is missing", o.at(kind))
 		}
 		return front.Part{Text: *text}, nil
 	case "image_url":
 		if role == "user" || role == "tool" {
-			return none, media(o, *kind)
+			return none, media(o, kind)
 		}
 	case "video_url":
 		if role == "user" {
-			return none, media(o, *kind)
+			return none, media(o, kind)
 		}
 	}
-	return none, bad("modality_not_supported", path, "content of type %q is not supported in a message of role %s", *kind, role)
+	return none, bad("modality_not_supported", path, "content of type %q is not supported in a message of role %s", kind, role)
 }
 
 // media refuses a picture or film, after looking at whether it could be right.

@@ -286,19 +286,7 @@ func (r *messagesReader) template() *failure {
 			return err
 		}
 	}
-	vision, err := kwargs.boolean("add_vision_id")
-	if err != nil {
-		return err
-	}
-	r.out.front.AddVisionID = vision != nil && *vision
-	for name, value := range kwargs.members {
-		switch name {
-		case "enable_thinking", "preserve_thinking", "reasoning_effort", "add_vision_id":
-		default:
-			r.out.front.Args = append(r.out.front.Args, front.Arg{Name: name, Value: value})
-		}
-	}
-	return nil
+	return templateArgs(kwargs, &r.out.front)
 }
 
 var messagesToolName = regexp.MustCompile(`^[A-Za-z0-9_-]{1,128}$`)
@@ -336,13 +324,7 @@ func (r *messagesReader) tools() *failure {
 	if r.out.front.ReadCalls, err = r.toolChoice(names); err != nil || !r.out.front.ReadCalls {
 		return err
 	}
-	switch {
-	case strict != "":
-		return bad(codeConstrained, strict, "%s is not supported yet: arguments cannot be forced to follow the schema", strict)
-	case constraints != nil && *constraints == "basic":
-		return bad(codeConstrained, "tool_constraints", "tool_constraints basic is not supported yet; only auto is")
-	}
-	return nil
+	return refuseConstraints(strict, constraints)
 }
 
 // tool checks one declaration.

@@ -285,24 +285,12 @@ func (h *itemReader) parts(o object, member, role string) (parts []front.Part, k
 // responsePart reads one part. role tells who may say what; it is tool for the results of calls.
 func responsePart(raw jsontext.Value, path, role string) (front.Part, *failure) {
 	var none front.Part
-	o, err := objectAt(raw, path)
+	o, kind, err := typedPart(raw, path)
 	if err != nil {
 		return none, err
-	}
-	kind, err := o.str("type")
-	if err != nil {
-		return none, err
-	}
-	if kind == nil {
-		return none, bad("missing_required_parameter", o.at("type"), "%s is missing", o.at("type"))
-	}
-	if v, ok := o.given("prompt_cache_breakpoint"); ok {
-		if k := v.Kind(); k != '{' && k != 't' && k != 'f' {
-			return none, bad("invalid_cache_breakpoint", o.at("prompt_cache_breakpoint"), "%s must be an object or a boolean", o.at("prompt_cache_breakpoint"))
-		}
 	}
 	member := ""
-	switch *kind {
+	switch kind {
 	case "input_text":
 		member = "text"
 	case "output_text":
@@ -323,7 +311,7 @@ func responsePart(raw jsontext.Value, path, role string) (front.Part, *failure) 
 		}
 	}
 	if member == "" {
-		return none, bad("modality_not_supported", o.at("type"), "content of type %q is not supported in %s", *kind, map[bool]string{true: "a result", false: "a message of role " + role}[role == "tool"])
+		return none, bad("modality_not_supported", o.at("type"), "content of type %q is not supported in %s", kind, map[bool]string{true: "a result", false: "a message of role " + role}[role == "tool"])
 	}
 	text, err := o.str(member)
 	if err != nil {

@@ -413,13 +413,7 @@ func (r *responseReader) tools() *failure {
 		return err
 	}
 	constraints, _ := r.str("tool_constraints")
-	switch {
-	case strict != "":
-		return bad(codeConstrained, strict, "%s is not supported yet: arguments cannot be forced to follow the schema", strict)
-	case constraints != nil && *constraints == "basic":
-		return bad(codeConstrained, "tool_constraints", "tool_constraints basic is not supported yet; only auto is")
-	}
-	return nil
+	return refuseConstraints(strict, constraints)
 }
 
 // flatTool checks a declaration that has its members beside its type.
