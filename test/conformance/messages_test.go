@@ -5,9 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"net/http"
-	"os"
 	"os/exec"
-	"path/filepath"
 	"reflect"
 	"strings"
 	"testing"
@@ -390,24 +388,5 @@ func TestNanoMessages(t *testing.T) {
 
 // The npm package on nano.
 func TestNanoAnthropicNode(t *testing.T) {
-	cases := map[string][]question{"copy": questions(t, "copy", false, 2), "think": questions(t, "copy", true, 2), "tool": questions(t, "tool", false, 2)}
-	dir := npm(t)
-	raw, err := json.Marshal(cases)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := os.WriteFile(filepath.Join(dir, "cases.json"), raw, 0o644); err != nil {
-		t.Fatal(err)
-	}
-	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
-	defer cancel()
-	run := exec.CommandContext(ctx, "node", "anthropic-nano.mjs", serveNano(t).url, "cases.json")
-	run.Dir = dir
-	out, err := run.CombinedOutput()
-	if err != nil {
-		t.Fatalf("%v\n%s", err, out)
-	}
-	if n := strings.Count(string(out), "\n"); n != 6 {
-		t.Errorf("%d checks:\n%s", n, out)
-	}
+	nanoNode(t, "anthropic-nano.mjs", 6)
 }

@@ -5,14 +5,10 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"os"
-	"os/exec"
-	"path/filepath"
 	"reflect"
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/anthropics/anthropic-sdk-go/v2"
 	anthropicoption "github.com/anthropics/anthropic-sdk-go/v2/option"
@@ -217,24 +213,5 @@ func TestNanoProtocols(t *testing.T) {
 
 // The npm package on nano.
 func TestNanoResponsesNode(t *testing.T) {
-	cases := map[string][]question{"copy": questions(t, "copy", false, 2), "think": questions(t, "copy", true, 2), "tool": questions(t, "tool", false, 2)}
-	dir := npm(t)
-	raw, err := json.Marshal(cases)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := os.WriteFile(filepath.Join(dir, "cases.json"), raw, 0o644); err != nil {
-		t.Fatal(err)
-	}
-	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
-	defer cancel()
-	run := exec.CommandContext(ctx, "node", "responses-nano.mjs", serveNano(t).url, "cases.json")
-	run.Dir = dir
-	out, err := run.CombinedOutput()
-	if err != nil {
-		t.Fatalf("%v\n%s", err, out)
-	}
-	if n := strings.Count(string(out), "\n"); n != 5 {
-		t.Errorf("%d checks:\n%s", n, out)
-	}
+	nanoNode(t, "responses-nano.mjs", 5)
 }

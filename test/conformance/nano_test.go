@@ -291,6 +291,12 @@ func TestNanoErrorsAndCancel(t *testing.T) {
 
 // The npm package on nano.
 func TestNanoNode(t *testing.T) {
+	nanoNode(t, "nano.mjs", 6)
+}
+
+// nanoNode runs a script of node/ against nano, with questions that it answers rightly; the script prints a line for each of its checks.
+func nanoNode(t *testing.T, script string, checks int) {
+	t.Helper()
 	cases := map[string][]question{"copy": questions(t, "copy", false, 2), "think": questions(t, "copy", true, 2), "tool": questions(t, "tool", false, 2)}
 	dir := npm(t)
 	raw, err := json.Marshal(cases)
@@ -302,13 +308,13 @@ func TestNanoNode(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()
-	run := exec.CommandContext(ctx, "node", "nano.mjs", serveNano(t).url, "cases.json")
+	run := exec.CommandContext(ctx, "node", script, serveNano(t).url, "cases.json")
 	run.Dir = dir
 	out, err := run.CombinedOutput()
 	if err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
-	if n := strings.Count(string(out), "\n"); n != 6 {
+	if n := strings.Count(string(out), "\n"); n != checks {
 		t.Errorf("%d checks:\n%s", n, out)
 	}
 }
