@@ -188,11 +188,17 @@ func (s *subject) kill(t *testing.T, runs int, folder func() string) {
 
 // TestKill kills conversions of the small checkpoint into parts.
 func TestKill(t *testing.T) {
+	if testing.Short() {
+		t.Skip("conversions in processes of their own: the long run has them")
+	}
 	newSubject(t, micro, 1<<20, t.TempDir()).kill(t, 12, t.TempDir)
 }
 
 // TestCores: processes with one core and with two, into one file and into parts, write the same payload under the same id.
 func TestCores(t *testing.T) {
+	if testing.Short() {
+		t.Skip("conversions in processes of their own: the long run has them")
+	}
 	var want []byte
 	var id [16]byte
 	for _, parts := range []int64{0, 1 << 20} {
