@@ -223,7 +223,7 @@ func TestGoldenChat(t *testing.T) {
 	}
 	m := modeltest.Micro(t)
 	dev := cpu.NewFast(cpu.Options{States: m.States, Lanes: 1, Tokens: 256, Verify: 4, Carry: 68})
-	defer dev.Close()
+	t.Cleanup(func() { dev.Close() }) // after the server, which start stops
 	batch, err := engine.NewBatch(model.NewRunner(m, dev, 64), engine.BatchOptions{Limits: engine.Limits{Lanes: 1, Pages: 4, Pending: 4}, Context: 256})
 	if err != nil {
 		t.Fatal(err)
