@@ -255,3 +255,26 @@ func typedPart(raw jsontext.Value, path string) (o object, kind string, err *fai
 	}
 	return o, *given, nil
 }
+
+// conversation is the list that messages must be.
+func (o object) conversation() ([]jsontext.Value, *failure) {
+	items, ok, err := o.list("messages")
+	switch {
+	case err != nil:
+		return nil, err
+	case !ok:
+		return nil, bad("missing_required_parameter", "messages", "messages is missing")
+	case len(items) == 0:
+		return nil, bad("invalid_value", "messages", "messages is empty")
+	}
+	return items, nil
+}
+
+// toolConstraints is the request's tool_constraints: basic, auto or nothing.
+func (o object) toolConstraints() (*string, *failure) {
+	v, err := o.str("tool_constraints")
+	if err == nil && v != nil && *v != "basic" && *v != "auto" {
+		err = bad("invalid_value", "tool_constraints", "tool_constraints %q is not one of basic, auto", *v)
+	}
+	return v, err
+}

@@ -13,14 +13,9 @@ func index(path string, i int) string { return fmt.Sprintf("%s[%d]", path, i) }
 
 // messages reads the conversation (product.md 4.2).
 func (r *chatReader) messages() *failure {
-	items, ok, err := r.list("messages")
-	switch {
-	case err != nil:
+	items, err := r.conversation()
+	if err != nil {
 		return err
-	case !ok:
-		return bad("missing_required_parameter", "messages", "messages is missing")
-	case len(items) == 0:
-		return bad("invalid_value", "messages", "messages is empty")
 	}
 	for i, item := range items {
 		o, err := objectAt(item, index("messages", i))

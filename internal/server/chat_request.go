@@ -291,11 +291,9 @@ func (r *chatReader) tools() *failure {
 	if err != nil {
 		return err
 	}
-	constraints, err := r.str("tool_constraints")
+	constraints, err := r.toolConstraints()
 	if err != nil {
 		return err
-	} else if constraints != nil && *constraints != "basic" && *constraints != "auto" {
-		return bad("invalid_value", "tool_constraints", "tool_constraints %q is not one of basic, auto", *constraints)
 	}
 	tools, _, err := r.list("tools")
 	if err != nil {

@@ -73,14 +73,9 @@ type turn struct {
 
 // messages reads the conversation (product.md 6.2, 6.3).
 func (r *messagesReader) messages() *failure {
-	items, ok, err := r.list("messages")
-	switch {
-	case err != nil:
+	items, err := r.conversation()
+	if err != nil {
 		return err
-	case !ok:
-		return bad("missing_required_parameter", "messages", "messages is missing")
-	case len(items) == 0:
-		return bad("invalid_value", "messages", "messages is empty")
 	}
 	var turns []*turn
 	for i, raw := range items {

@@ -298,11 +298,9 @@ var toolMembers = map[string]string{
 
 // tools reads declarations and the choice (product.md 6.1, 7.3).
 func (r *messagesReader) tools() *failure {
-	constraints, err := r.str("tool_constraints")
+	constraints, err := r.toolConstraints()
 	if err != nil {
 		return err
-	} else if constraints != nil && *constraints != "basic" && *constraints != "auto" {
-		return bad("invalid_value", "tool_constraints", "tool_constraints %q is not one of basic, auto", *constraints)
 	}
 	tools, _, err := r.list("tools")
 	if err != nil {

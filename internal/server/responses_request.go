@@ -153,12 +153,8 @@ func (r *responseReader) refused() *failure {
 			return bad("include_not_supported", index("include", i), "include %q is not supported", *v)
 		}
 	}
-	if v, err := r.str("tool_constraints"); err != nil {
-		return err
-	} else if v != nil && *v != "basic" && *v != "auto" {
-		return bad("invalid_value", "tool_constraints", "tool_constraints %q is not one of basic, auto", *v)
-	}
-	return nil
+	_, err = r.toolConstraints()
+	return err
 }
 
 // settings reads plain members.
