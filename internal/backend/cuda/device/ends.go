@@ -23,6 +23,10 @@ func (s *step) preparePLEJoin(c *driver.Context, op backend.PLEJoin) (func(*pass
 		NormKey: l.vector(w.NormKey), NormQuery: l.vector(w.NormQuery), NormConv: l.vector(w.NormConv),
 		V: l.rows("gated value", 4*width), Vn: l.rows("gated norm", 2*width), H: in.H, S: in.S, Eps: float32(w.Eps),
 	}
+	gater, injects := kernels.PleGate, !d.opt.Plain && h <= 3072
+	if injects {
+		gater, gate.Y, gate.Inject = kernels.PleGateWide, in.Y, in.Inject
+	}
 	parts := []kernels.Part{part(l.matrix(w.Key), gate.Key, width, 0, 0), part(l.matrix(w.Value), gate.Value, h, 0, 0)}
 	conv := kernels.ConvParams{
 		Lanes: s.lanes, X: gate.Vn, W: l.vector(w.Conv), Window: d.states[op.Window].at, Records: d.states[op.Window].records,
@@ -35,7 +39,7 @@ func (s *step) preparePLEJoin(c *driver.Context, op backend.PLEJoin) (func(*pass
 		if err := s.table.decode(p); err != nil {
 			return err
 		}
-		if in.Y != 0 {
+		if in.Y != 0 && !injects {
 			if err := start(p, kernels.Inject, int(in.S), len(p.rows), 1, 0, &in); err != nil {
 				return err
 			}
@@ -43,7 +47,7 @@ func (s *step) preparePLEJoin(c *driver.Context, op backend.PLEJoin) (func(*pass
 		if err := p.gemv(s.bufs[op.In], 4, wide, len(p.rows), parts...); err != nil {
 			return err
 		}
-		if err := start(p, kernels.PleGate, int(in.S), len(p.rows), 1, 0, &gate); err != nil {
+		if err := start(p, gater, int(in.S), len(p.rows), 1, 0, &gate); err != nil {
 			return err
 		}
 		return start(p, kernels.Conv, tiles(width, 256), len(p.lanes), 1, 0, &conv)

@@ -150,7 +150,7 @@ func TestLost(t *testing.T) {
 	open(t, device.Options{}).Close()
 	m, _ := folder.Model(t)
 	for _, code := range []uintptr{719, 46, 999, 4, 101} { // launch failure, GPU unavailable, unknown, deinitialized (reset), invalid device
-		for _, call := range []string{"cuLaunchKernelEx", "cuGraphLaunch", "cuEventRecord", "cuMemcpyHtoDAsync_v2", "cuEventSynchronize"} {
+		for _, call := range []string{"cuLaunchKernelEx", "cuGraphLaunch", "cuMemcpyDtoHAsync_v2", "cuStreamSynchronize"} {
 			ld := &failing{name: call, code: code, named: map[uintptr]string{}}
 			ld.after.Store(1 << 30)
 			drv, err := driver.OpenWith(ld)

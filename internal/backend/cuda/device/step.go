@@ -35,16 +35,13 @@ type step struct {
 	distinct driver.Ptr // of each mixture: how many experts its rows chose last
 	mixtures int
 
-	// The control block: the launch's number, rows, lanes, wanted rows. control is its pinned twin, read by the GPU until copied happened.
+	// The control block: the launch's number, rows, lanes, wanted rows. control is its pinned twin, which the first kernel of a launch copies.
 	control []byte
 	block   driver.Ptr
 	table   *table // nil without an n-gram table
 	rows    driver.Ptr
 	lanes   driver.Ptr
 	want    driver.Ptr
-	copied  driver.Event
-	done    driver.Event
-	waiting bool // copied has been recorded
 
 	report  []byte // pinned: the number of the last launch that is over, then its picks
 	head    *head
@@ -113,12 +110,6 @@ func (s *step) free(c *driver.Context) (err error) {
 	for _, b := range s.host {
 		err = errors.Join(err, c.FreeHost(b))
 	}
-	if s.copied != 0 {
-		err = errors.Join(err, c.DestroyEvent(s.copied))
-	}
-	if s.done != 0 {
-		err = errors.Join(err, c.DestroyEvent(s.done))
-	}
 	return err
 }
 
@@ -150,7 +141,7 @@ const (
 
 func (s *step) compile(c *driver.Context) (err error) {
 	shape := s.program.Pass
-	size := header + shape.Rows*(sizeOfRow+4) + shape.Lanes*laneBytes
+	size := (header + shape.Rows*(sizeOfRow+4) + shape.Lanes*laneBytes + 15) / 16 * 16
 	if s.control, err = s.pinned(c, size); err != nil {
 		return err
 	}
@@ -163,12 +154,6 @@ func (s *step) compile(c *driver.Context) (err error) {
 	s.rows = s.block + header
 	s.lanes = s.rows + driver.Ptr(shape.Rows*sizeOfRow)
 	s.want = s.lanes + driver.Ptr(shape.Lanes*laneBytes)
-	if s.copied, err = c.NewEvent(false); err != nil {
-		return err
-	}
-	if s.done, err = c.NewEvent(false); err != nil {
-		return err
-	}
 	inject := map[backend.Buf]bool{} // FP32 buffers: injection weights, and what the n-gram table gives
 	for _, op := range s.program.Ops {
 		switch op := op.(type) {
@@ -335,14 +320,9 @@ func (p *pass) begin(ctl *backend.Control) error {
 // launch makes room in the images, sends the control block and whatever else the host provides, and launches the kernels.
 func (p *pass) launch() error {
 	s, d, c := p.s, p.s.d, p.c
-	if s.waiting {
-		if err := c.Sync(s.copied); err != nil {
+	if !s.over() { // the last launch may still read its control block, media or rows of the table
+		if err := c.SyncStream(d.stream); err != nil {
 			return err
-		}
-		if s.table != nil && !s.over() { // it may still read the table's rows
-			if err := c.Sync(s.done); err != nil {
-				return err
-			}
 		}
 	}
 	if !s.stem {
@@ -380,13 +360,6 @@ func (p *pass) launch() error {
 			return err
 		}
 	}
-	if err := c.ToDevice(d.stream, s.block, s.control); err != nil {
-		return err
-	}
-	if err := c.Record(s.copied, d.stream); err != nil {
-		return err
-	}
-	s.waiting = true
 	exec, err := p.graph()
 	if err != nil {
 		return err
@@ -413,7 +386,7 @@ func (p *pass) launch() error {
 			return err
 		}
 	}
-	return c.Record(s.done, d.stream)
+	return nil
 }
 
 // graph is the captured launch list, or 0 where the kernels are launched directly: the first time a shape occurs, for prompts, and when tests
@@ -440,6 +413,10 @@ func (p *pass) graph() (driver.Exec, error) {
 }
 
 func (p *pass) direct() error {
+	begin := kernels.BeginParams{Host: driver.Ptr(uintptr(unsafe.Pointer(&p.s.control[0]))), Device: p.s.block, N: uint32(len(p.s.control) / 16)}
+	if err := start(p, kernels.Begin, 1, 1, 1, 0, &begin); err != nil {
+		return err
+	}
 	for i, run := range p.s.run {
 		if w := p.s.d.watch; w != nil {
 			w.enter(p.s.names[i])
@@ -552,9 +529,9 @@ func (p *pass) end() {
 	runtime.KeepAlive(p)
 }
 
-// over says whether the last launch has reported.
+// over says whether the last launch has reported, if there was one.
 func (s *step) over() bool {
-	return atomic.LoadUint32((*uint32)(unsafe.Pointer(&s.report[0]))) == uint32(s.seq)
+	return s.seq == 0 || atomic.LoadUint32((*uint32)(unsafe.Pointer(&s.report[0]))) == uint32(s.seq)
 }
 
 // soon looks for a launch's number in the report for as long as a step may take: a thread that sleeps until then, or asks the driver on
@@ -578,7 +555,7 @@ func (d *Device) Wait(q backend.Seq) (backend.Result, error) {
 	}
 	s := d.last
 	if !s.soon(uint32(q)) || s.head != nil && s.head.raised {
-		if err := d.do("wait", func(c *driver.Context) error { return c.Sync(s.done) }); err != nil {
+		if err := d.do("wait", func(c *driver.Context) error { return c.SyncStream(d.stream) }); err != nil {
 			return backend.Result{}, err
 		}
 	}

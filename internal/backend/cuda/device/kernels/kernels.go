@@ -67,11 +67,11 @@ const ProjectRows = 4
 
 // ProjectShared is the shared memory of a Project kernel's block for r rows of k.
 func ProjectShared(e4m3 bool, r, k int) int {
-	operands := 2
+	operands, depth := 2, 12
 	if e4m3 {
-		operands = 1
+		operands, depth = 1, 18
 	}
-	return 1024*r + operands*r*(2*k+32) + 128 + 8*12*1024
+	return 1024*r + operands*r*(2*k+32) + 128 + 8*depth*1024
 }
 
 // MaxRows is how many activation rows Gemv and HcUp take.

@@ -35,6 +35,7 @@ const (
 	Pick                     // PickParams
 	ProjectBf16              // ProjectParams
 	ProjectE4m3              // ProjectParams
+	Begin                    // BeginParams
 	Embed                    // EmbedParams
 	Inject                   // InjectParams
 	StemNorm                 // StemParams
@@ -42,6 +43,7 @@ const (
 	Carry                    // CarryParams
 	Table                    // TableParams
 	PleGate                  // PleGateParams
+	PleGateWide              // PleGateParams
 	Gather                   // GatherParams
 	Words                    // WordsParams
 	Report                   // ReportParams
@@ -70,6 +72,7 @@ var table = [kernelCount]kernelInfo{
 	{name: "pick", source: "matrix", threads: 1024},
 	{name: "project_bf16", source: "project", threads: (256)},
 	{name: "project_e4m3", source: "project", threads: (256)},
+	{name: "begin", source: "streams", threads: 256},
 	{name: "embed", source: "streams", threads: 256},
 	{name: "inject", source: "streams", threads: 256},
 	{name: "stem_norm", source: "streams", threads: 256},
@@ -77,6 +80,7 @@ var table = [kernelCount]kernelInfo{
 	{name: "carry", source: "streams", threads: 256},
 	{name: "table", source: "streams", threads: 256},
 	{name: "ple_gate", source: "streams", threads: 256},
+	{name: "ple_gate_wide", source: "streams", threads: (1024)},
 	{name: "gather", source: "streams", threads: 256},
 	{name: "words", source: "streams", threads: 256},
 	{name: "report", source: "streams", threads: 32},
@@ -178,6 +182,14 @@ type ProjectParams struct {
 	Eps     float32
 	Part    [4]ProjectPart
 	Shift   Shift
+}
+
+// BeginParams mirrors the struct of that name in params.h.
+type BeginParams struct {
+	Host     driver.Ptr
+	Device   driver.Ptr
+	N        uint32
+	Reserved uint32
 }
 
 // EmbedParams mirrors the struct of that name in params.h.
@@ -488,6 +500,8 @@ type PleGateParams struct {
 	Key       driver.Ptr
 	Value     driver.Ptr
 	X         driver.Ptr
+	Y         driver.Ptr
+	Inject    driver.Ptr
 	NormKey   driver.Ptr
 	NormQuery driver.Ptr
 	NormConv  driver.Ptr
@@ -621,6 +635,11 @@ var layout = []uintptr{
 	offset(func(v *ProjectParams) *float32 { return &v.Eps }),
 	offset(func(v *ProjectParams) *[4]ProjectPart { return &v.Part }),
 	offset(func(v *ProjectParams) *Shift { return &v.Shift }),
+	sizeOf[BeginParams](),
+	offset(func(v *BeginParams) *driver.Ptr { return &v.Host }),
+	offset(func(v *BeginParams) *driver.Ptr { return &v.Device }),
+	offset(func(v *BeginParams) *uint32 { return &v.N }),
+	offset(func(v *BeginParams) *uint32 { return &v.Reserved }),
 	sizeOf[EmbedParams](),
 	offset(func(v *EmbedParams) *driver.Ptr { return &v.Rows }),
 	offset(func(v *EmbedParams) *driver.Ptr { return &v.Media }),
@@ -871,6 +890,8 @@ var layout = []uintptr{
 	offset(func(v *PleGateParams) *driver.Ptr { return &v.Key }),
 	offset(func(v *PleGateParams) *driver.Ptr { return &v.Value }),
 	offset(func(v *PleGateParams) *driver.Ptr { return &v.X }),
+	offset(func(v *PleGateParams) *driver.Ptr { return &v.Y }),
+	offset(func(v *PleGateParams) *driver.Ptr { return &v.Inject }),
 	offset(func(v *PleGateParams) *driver.Ptr { return &v.NormKey }),
 	offset(func(v *PleGateParams) *driver.Ptr { return &v.NormQuery }),
 	offset(func(v *PleGateParams) *driver.Ptr { return &v.NormConv }),

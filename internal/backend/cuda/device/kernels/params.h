@@ -79,6 +79,12 @@ struct ProjectParams {
   Shift shift;
 };
 
+struct BeginParams {
+  const void* host;          // n times 16 bytes
+  void* device;
+  uint32_t n, reserved;
+};
+
 struct EmbedParams {
   const Row* rows;
   const float* media;        // [n][h]
@@ -304,7 +310,9 @@ struct TableParams {
 struct PleGateParams {
   const __nv_bfloat16* key;      // [R][s*h]
   const __nv_bfloat16* value;    // [R][h]
-  const __nv_bfloat16* x;        // [R][s*h]
+  __nv_bfloat16* x;              // [R][s*h], updated where an injection is pending
+  const __nv_bfloat16* y;        // [R][h], or null: of ple_gate_wide
+  const float* inject;           // [R][s]
   const float* norm_key;         // [s*h]
   const float* norm_query;
   const float* norm_conv;

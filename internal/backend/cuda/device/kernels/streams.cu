@@ -1,11 +1,13 @@
 // Residual streams: embedding, injection and norm, the drafter's stem, carried rows, the n-gram embedding's gate.
 //
+//   begin      copies the control block from the host. One block; kernels after the next may read the block before their wait.
 //   embed      every stream of a row is its token's embedding, or its media vector. Grid: row.
 //   inject     x = bf16(x + inject*y), then n = x/rms(x) * (1 + w) a stream, FP32. Grid: stream, row.
 //   stem_norm  e = norm(embedding), hidden = norm over all carried streams, BF16. Grid: 2, row.
 //   stem_add   x[s] = hidden[s] + e.
 //   carry      streams to the carried rows, or to the chain buffer. Grid: row.
 //   table      waits for the host to have gathered the rows of the n-gram table and decodes them to FP32.
+//   ple_gate_wide  the same after a pending injection, for streams of up to 3,072 values.
 //   ple_gate   gate of key and stream, v = gate*value (FP32), vn = its norm (BF16). Grid: stream, row.
 //   gather     copies the listed rows. Grid: list.
 //   report     picks and the launch's number to the host, which waits for the number. One block.
@@ -13,6 +15,15 @@
 //   sizes      sizes and offsets of every parameter struct, compared with Go's at start.
 #include "common.cuh"
 #include "sizes_gen.cuh"
+
+NINFER_KERNEL(begin, BeginParams, 256, 1) {
+  pdl_wait();
+  for (uint32_t i = threadIdx.x; i < p.n; i += 256) {
+    uint4 v;
+    asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"((const uint4*)p.host + i) : "memory");
+    ((uint4*)p.device)[i] = v;
+  }
+}
 
 NINFER_KERNEL(embed, EmbedParams, 256, 1) {
   pdl();
@@ -144,6 +155,59 @@ NINFER_KERNEL(ple_gate, PleGateParams, 256, 1) {
     const float v = gate * from_bf16(p.value[(uint64_t)r * p.h + c]);
     p.v[at + c] = v;
     p.vn[at + c] = to_bf16(v * scale * (1.0f + p.norm_conv[s * p.h + c]));
+  }
+}
+
+static constexpr int kWide = 1024;
+
+NINFER_KERNEL(ple_gate_wide, PleGateParams, kWide, 1) {
+  __shared__ float sums[4][32];
+  const uint32_t s = blockIdx.x, r = blockIdx.y, t = threadIdx.x;
+  const uint64_t at = ((uint64_t)r * p.s + s) * p.h;
+  float nk[3], nq[3], nc[3], k[3], q[3], v[3];
+#pragma unroll
+  for (int i = 0; i < 3; i++) {
+    const uint32_t c = t + kWide * i;
+    nk[i] = nq[i] = nc[i] = 0.0f;
+    if (c < p.h) nk[i] = 1.0f + p.norm_key[s * p.h + c], nq[i] = 1.0f + p.norm_query[s * p.h + c], nc[i] = 1.0f + p.norm_conv[s * p.h + c];
+  }
+  pdl();
+  const float f = p.y ? p.inject[r * p.s + s] : 0.0f;
+  float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // kk, qq, vv, kq
+#pragma unroll
+  for (int i = 0; i < 3; i++) {
+    const uint32_t c = t + kWide * i;
+    k[i] = q[i] = v[i] = 0.0f;
+    if (c < p.h) {
+      k[i] = from_bf16(p.key[at + c]), q[i] = from_bf16(p.x[at + c]), v[i] = from_bf16(p.value[(uint64_t)r * p.h + c]);
+      if (p.y) {
+        q[i] = round_bf16(fmaf(f, from_bf16(p.y[(uint64_t)r * p.h + c]), q[i]));
+        p.x[at + c] = to_bf16(q[i]);
+      }
+    }
+    sum[0] += k[i] * k[i], sum[1] += q[i] * q[i], sum[2] += v[i] * v[i], sum[3] += k[i] * nk[i] * (q[i] * nq[i]);
+  }
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    sum[j] = warp_sum(sum[j]);
+    if (t % 32 == 0) sums[j][t / 32] = sum[j];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < 4; j++) sum[j] = warp_sum(sums[j][t % 32]);
+  const float h = p.h;
+  const float g = sum[3] / sqrtf(sum[0] / h + p.eps) / sqrtf(sum[1] / h + p.eps) / sqrtf(h);
+  float root = sqrtf(fmaxf(fabsf(g), 1e-6f));
+  root = g < 0.0f ? -root : g == 0.0f ? 0.0f : root;
+  const float gate = sigmoid(root);
+  const float scale = 1.0f / sqrtf(gate * gate * sum[2] / h + p.eps);
+#pragma unroll
+  for (int i = 0; i < 3; i++) {
+    const uint32_t c = t + kWide * i;
+    if (c >= p.h) continue;
+    const float gated = gate * v[i];
+    p.v[at + c] = gated;
+    p.vn[at + c] = to_bf16(gated * scale * nc[i]);
   }
 }
 
