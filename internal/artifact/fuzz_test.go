@@ -89,3 +89,66 @@ func FuzzDirectory(f *testing.F) {
 		}
 	})
 }
+
+// FuzzSideFiles feeds manifests, checksum lists and reports: no panic, messages of one line, and a list holds digests only.
+func FuzzSideFiles(f *testing.F) {
+	dir := f.TempDir()
+	path := filepath.Join(dir, "tiny.ninfer")
+	write(f, path, tinyDirectory(), tinyObjects(), PlanOptions{Limit: 16384}, WriterOptions{ID: &tinyID})
+	r, err := Verify(path, Options{FileDigests: true})
+	if err != nil {
+		f.Fatal(err)
+	}
+	if err := WriteManifest(path, &r); err != nil {
+		f.Fatal(err)
+	}
+	if err := WriteSums(path, r.FileSHA256); err != nil {
+		f.Fatal(err)
+	}
+	for _, name := range []string{ManifestPath(path), SumsPath(path)} {
+		b, err := os.ReadFile(name)
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Add(b)
+	}
+	f.Add([]byte(`{"manifest":"ninfer-manifest/1","files":[{"name":"x","bytes":-1}],"object_sha256":{"a":"b","\n":"c"}}`))
+	f.Add([]byte(`{"manifest":"ninfer-manifest/1","object_sha256":[1,"\r\n"]}`))
+	f.Add([]byte(`{"v2_objects":{"a":"b"}}`))
+	f.Add([]byte(strings.Repeat("0", 64) + " *./x\r\n" + strings.Repeat("F", 64) + "  y\n"))
+	f.Add([]byte(strings.Repeat("0", 64) + " *./")) // was taken for a file without a name
+	f.Add([]byte(`{"object_sha256":{"r.hello":"` + strings.Repeat("0", 64) + `"}}`))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		name := filepath.Join(dir, fmt.Sprintf("%d.side", os.Getpid()))
+		save(t, name, b)
+		oneLineOnly := func(err error) {
+			if err != nil && strings.ContainsAny(err.Error(), "\r\n") {
+				t.Errorf("message has more than one line: %q", err)
+			}
+		}
+		m, err := ReadManifest(name)
+		if oneLineOnly(err); err == nil {
+			for _, line := range m.Compare(path, &r) {
+				if strings.ContainsAny(line, "\r\n") {
+					t.Errorf("message has more than one line: %q", line)
+				}
+			}
+		}
+		sums, err := readSums(name)
+		oneLineOnly(err)
+		for file, sum := range sums {
+			if len(sum) != 64 || strings.Trim(sum, "0123456789abcdef") != "" || file == "" {
+				t.Errorf("%q has the digest %q", file, sum)
+			}
+		}
+		v, err := Verify(path, Options{Report: name})
+		oneLineOnly(err)
+		if err == nil {
+			for _, line := range append(v.Failures, v.Notes...) {
+				if strings.ContainsAny(line, "\r\n") {
+					t.Errorf("message has more than one line: %q", line)
+				}
+			}
+		}
+	})
+}

@@ -90,7 +90,7 @@ func readSums(path string) (map[string]string, error) {
 		}
 		digest, name, ok := strings.Cut(line, " ")
 		digest = strings.ToLower(digest)
-		if b, err := hex.DecodeString(digest); !ok || err != nil || len(b) != 32 || len(name) < 2 || name[0] != ' ' && name[0] != '*' {
+		if b, err := hex.DecodeString(digest); !ok || err != nil || len(b) != 32 || name == "" || name[0] != ' ' && name[0] != '*' || strings.TrimPrefix(name[1:], "./") == "" {
 			return nil, fmt.Errorf("artifact: checksum list %s: line %d is not a digest, two characters and a name", path, n)
 		}
 		name = strings.TrimPrefix(name[1:], "./")

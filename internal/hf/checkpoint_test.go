@@ -370,6 +370,43 @@ func FuzzHeader(f *testing.F) {
 	})
 }
 
+// FuzzIndex: what the index's parser accepts the general decoder reads the same, and every shard is a file of the same folder.
+func FuzzIndex(f *testing.F) {
+	for _, s := range []string{
+		`{"weight_map":{}}`, `{"metadata":{"total_size":1},"weight_map":{"a":"s1","b":"s2","\u0061\n":"s1"}} `, `{"weight_map":{"a":"../s"}}`,
+		`{"weight_map":{"a":"s","a":"s"}}`, `{"weight_map":{"a":1}}`, `{"weight_map":{"é":"ü","\ud83d\ude00":"x"},"x":[null,{"y":1e9}]}`, `{"weight_map":`,
+	} {
+		f.Add([]byte(s))
+	}
+	f.Fuzz(func(t *testing.T, text []byte) {
+		var c Checkpoint
+		if err := c.parseIndex(text); err != nil {
+			if strings.ContainsAny(err.Error(), "\r\n") {
+				t.Errorf("error of more than one line: %q", err)
+			}
+			return
+		}
+		var want struct {
+			Map map[string]string `json:"weight_map"`
+		}
+		if err := json.Unmarshal(text, &want); err != nil {
+			t.Fatalf("accepted, but %v", err)
+		}
+		if len(want.Map) != len(c.index) || len(c.tensors) != len(c.index) {
+			t.Fatalf("%d names and %d tensors, decoder has %d", len(c.index), len(c.tensors), len(want.Map))
+		}
+		for name, file := range want.Map {
+			i, ok := c.index[name]
+			if !ok || c.tensors[i].name != name || c.shards[c.tensors[i].shard].name != file {
+				t.Fatalf("%q: %v, decoder has %q", name, ok, file)
+			}
+			if strings.ContainsAny(file, "/\\") || file == "" || file == ".." {
+				t.Fatalf("%q lies in %q", name, file)
+			}
+		}
+	})
+}
+
 // TestOpenFile: one file outside a checkpoint folder; int32 is read there.
 func TestOpenFile(t *testing.T) {
 	dir := files(t, map[string][]byte{"x.safetensors": shardOf(`{"a":{"dtype":"I32","shape":[2],"data_offsets":[0,8]}}`, 8)})

@@ -662,3 +662,46 @@ func FuzzName(f *testing.F) {
 		}
 	})
 }
+
+// answer is a transport that gives one body to every request.
+type answer []byte
+
+func (a answer) RoundTrip(r *http.Request) (*http.Response, error) {
+	return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(bytes.NewReader(a)), Request: r}, nil
+}
+
+// FuzzListing feeds what a hub says of a repository: no panic, messages of one line, and what is accepted has sorted names that stay below
+// the folder, none of them twice, and sizes that add up.
+func FuzzListing(f *testing.F) {
+	for _, s := range []string{
+		`{"sha":"0123456789","siblings":[{"rfilename":"a","size":1,"blobId":"` + strings.Repeat("a", 40) + `"},{"rfilename":"b/c","lfs":{"sha256":"` + strings.Repeat("B", 64) + `","size":9}}]}`,
+		`{"sha":"0123456789","siblings":[{"rfilename":"a","size":1},{"rfilename":"a/b","size":1}]}`, `{"sha":"x\ny"}`,
+		`{"sha":"0123456789","siblings":[{"rfilename":"../a","size":1}]}`, `{"sha":"0123456789","siblings":[{"rfilename":"a","size":9223372036854775807},{"rfilename":"b","size":1}]}`,
+		`[]`, `{"siblings":[{"rfilename":1}]}`,
+	} {
+		f.Add([]byte(s))
+	}
+	c, err := newClient(Options{Repo: "a/b", Endpoint: "http://127.0.0.1:1"})
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Fuzz(func(t *testing.T, body []byte) {
+		c.http.Transport = answer(body)
+		l, err := c.list(t.Context())
+		if err != nil {
+			if strings.ContainsAny(err.Error(), "\r\n") {
+				t.Errorf("message has more than one line: %q", err)
+			}
+			return
+		}
+		last, total := "", int64(0)
+		for _, f := range l.Files {
+			if f.Path <= last || f.Size < 0 || checkName(f.Path) != nil {
+				t.Errorf("%+v after %q", f, last)
+			}
+			if last, total = f.Path, total+f.Size; total < 0 {
+				t.Errorf("sizes overflow at %q", f.Path)
+			}
+		}
+	})
+}
