@@ -1,9 +1,13 @@
 package main
 
 import (
+	"cmp"
+	"encoding/binary"
 	"fmt"
+	"math"
 	"os"
 	"regexp"
+	"slices"
 
 	"ninfer/internal/backend/cuda/driver"
 	"ninfer/internal/backend/cuda/kernels"
@@ -37,7 +41,9 @@ type bench struct {
 }
 
 func (b *bench) all() {
-	b.yardsticks()
+	if b.wanted("yardsticks") {
+		b.yardsticks()
+	}
 	for _, v := range []string{"bf16", "fp8", "mixed"} {
 		b.dense("gdn_in", v, []uint32{10240, 6144}, []uint32{48, 48}, hidden)
 		b.dense("gdn_out", v, []uint32{hidden}, nil, heads)
@@ -335,9 +341,16 @@ func (b *bench) hyper(variant string) {
 			launch(b.rig, upPlan, &up)
 		}
 		n := max(200, 2*len(sites))
+		pair := func(i int) { down(i); upHalf(i) }
 		b.report("hc_down", variant, int(batch), downBytes, b.chain(n, down), 0, "")
 		b.report("hc_up_mix", variant, int(batch), upBytes, b.chain(n, upHalf), 0, "")
-		b.report("hc_pair", variant, int(batch), downBytes+upBytes, b.chain(n, func(i int) { down(i); upHalf(i) }), 0, "")
+		b.report("hc_pair", variant, int(batch), downBytes+upBytes, b.chain(n, pair), 0, "")
+		if b.sweep && batch == 1 {
+			for i := range uint32(9) {
+				dp.Trigger, up.Trigger = i/3, i%3
+				b.report("hc_pair", variant, 1, downBytes+upBytes, b.chain(n, pair), 0, fmt.Sprintf("triggers %d %d", dp.Trigger, up.Trigger))
+			}
+		}
 	}
 	b.reset()
 }
@@ -377,19 +390,36 @@ func (b *bench) experts(variant string) {
 	logits := [2]driver.Ptr{b.alloc(4 * maxBatch * experts), b.alloc(4 * maxBatch * experts)}
 	gated := b.bf16(maxBatch*topk*inner, 1)
 	sharedHidden, sharedLogit := b.bf16(maxBatch*inner, 1), b.alloc(4*maxBatch)
-	out, distinct := b.alloc(2*maxBatch*hidden), b.alloc(16)
+	out := b.alloc(2 * maxBatch * hidden)
 	for _, batch := range b.batches {
-		for _, tune := range []struct{ up, down kernels.Tuning }{{}, {down: kernels.Tuning{Trigger: 1}}} {
-			if tune.up != (kernels.Tuning{}) && !b.sweep || (tune.down.Trigger != 0) && (!b.sweep || batch > 1) {
-				continue
+		type tuning struct {
+			slots, trigger uint32 // of gate/up for one row; trigger 1 means the first tile
+			router         uint32 // its trigger, plus 1
+			late           bool   // down waits before it asks for weights
+		}
+		tunes := []tuning{{}}
+		if b.sweep && batch == 1 {
+			for router := uint32(1); router <= 3; router += 2 {
+				for slots := uint32(2); slots <= 3; slots++ {
+					for _, trigger := range []uint32{1, 2, 4} {
+						tunes = append(tunes, tuning{slots: slots, trigger: trigger, router: router})
+					}
+				}
 			}
+			tunes = append(tunes, tuning{late: true}, tuning{slots: 6, trigger: 1})
+		}
+		for i, tune := range tunes {
 			rPlan, rp, err := b.set.Limits.Router(fp8, batch, hidden, experts, inner)
 			must(err)
-			uPlan, up, err := b.set.Limits.ExpertUp(batch, hidden, experts, topk, inner, tune.up)
-			if err != nil {
-				continue
+			if tune.router > 0 {
+				rp.Trigger = tune.router - 1
 			}
-			dPlan, dp, err := b.set.Limits.ExpertDown(batch, hidden, experts, topk, inner, !(tune.down.Trigger != 0))
+			uPlan, up, err := b.set.Limits.ExpertUp(batch, hidden, experts, topk, inner, kernels.Tuning{Stages: tune.slots})
+			must(err)
+			if tune.trigger > 0 {
+				up.Trigger = tune.trigger - 1
+			}
+			dPlan, dp, err := b.set.Limits.ExpertDown(batch, hidden, experts, topk, inner, !tune.late)
 			must(err)
 			router := func(i int) {
 				l := &layers[i%len(layers)]
@@ -399,7 +429,7 @@ func (b *bench) experts(variant string) {
 				launch(b.rig, rPlan, &rp)
 			}
 			gateUp := func(i int) {
-				up.X, up.Logits, up.Bank, up.Divisor, up.Hidden, up.Distinct = x[i%inputs], logits[i%2], upBank[i%banks], divisor, gated, distinct
+				up.X, up.Logits, up.Bank, up.Divisor, up.Hidden = x[i%inputs], logits[i%2], upBank[i%banks], divisor, gated
 				launch(b.rig, uPlan, &up)
 			}
 			down := func(i int) {
@@ -409,21 +439,39 @@ func (b *bench) experts(variant string) {
 			}
 			const n = 96
 			note := ""
-			if tune.up != (kernels.Tuning{}) || (tune.down.Trigger != 0) {
-				note = fmt.Sprintf("up blocks %d, down early %v", uPlan.Grid, !(tune.down.Trigger != 0))
+			if i > 0 {
+				note = fmt.Sprintf("%+v", tune)
+			} else {
+				b.report("router_shared", variant, int(batch), routerBytes, b.chain(n, router), 0, "")
 			}
-			b.report("router_shared", variant, int(batch), routerBytes, b.chain(n, router), 0, note)
-			pair := b.chain(n, func(i int) { router(i); gateUp(i) })
 			triple := b.chain(n, func(i int) { router(i); gateUp(i); down(i) })
-			d := int(leWord(b.download(distinct, 4)))
-			moved := uint64(d) * (upBytes + downBytes)
-			b.report("router+gate_up", variant, int(batch), routerBytes+uint64(d)*upBytes, pair, d, "pair "+note)
-			b.report("expert_triple", variant, int(batch), routerBytes+2*hidden*inner+moved, triple, d, note)
+			d := distinct(b.download(logits[(n-1)%2], 4*experts*int(batch)), int(batch))
+			if i == 0 {
+				pair := b.chain(n, func(i int) { router(i); gateUp(i) })
+				b.report("router+gate_up", variant, int(batch), routerBytes+uint64(d)*upBytes, pair, d, "pair")
+				b.report("gate_up", variant, int(batch), uint64(d)*upBytes, b.chain(n, gateUp), d, "alone")
+				b.report("down", variant, int(batch), 2*hidden*inner+uint64(d)*downBytes, b.chain(n, down), d, "alone")
+				b.chain(n, func(i int) { router(i); gateUp(i); down(i) }) // stamps are of the last
+			}
+			b.report("expert_triple", variant, int(batch), routerBytes+2*hidden*inner+uint64(d)*(upBytes+downBytes), triple, d, note)
 		}
 	}
 	b.reset()
 }
 
-func leWord(b []byte) uint32 {
-	return uint32(b[0]) | uint32(b[1])<<8 | uint32(b[2])<<16 | uint32(b[3])<<24
+// distinct counts the experts that rows of logits choose.
+func distinct(raw []byte, rows int) int {
+	chosen := map[int]bool{}
+	for r := range rows {
+		ids := make([]int, experts)
+		for e := range ids {
+			ids[e] = e
+		}
+		logit := func(e int) float32 { return math.Float32frombits(binary.LittleEndian.Uint32(raw[4*(r*experts+e):])) }
+		slices.SortStableFunc(ids, func(a, b int) int { return cmp.Compare(logit(b), logit(a)) })
+		for _, e := range ids[:topk] {
+			chosen[e] = true
+		}
+	}
+	return len(chosen)
 }

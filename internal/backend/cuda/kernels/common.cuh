@@ -47,6 +47,11 @@ NINFER_DEVICE uint32_t lds16(uint32_t a) {
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(a));
   return v;
 }
+NINFER_DEVICE void sts64(uint32_t a, uint2 v) { asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(a), "r"(v.x), "r"(v.y) : "memory"); }
+// A store without a branch.
+NINFER_DEVICE void sts64_if(bool yes, uint32_t a, uint2 v) {
+  asm volatile("{.reg .pred q; setp.ne.u32 q, %3, 0; @q st.shared.v2.u32 [%0], {%1,%2};}" ::"r"(a), "r"(v.x), "r"(v.y), "r"((uint32_t)yes) : "memory");
+}
 NINFER_DEVICE void sts128(uint32_t a, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
@@ -108,9 +113,6 @@ NINFER_DEVICE uint64_t policy_evict_first() {
 NINFER_DEVICE void copy16(uint32_t dst, const void* src, uint64_t policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "l"(policy) : "memory");
 }
-NINFER_DEVICE void copy4(uint32_t dst, const void* src) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
-}
 NINFER_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
 NINFER_DEVICE void copy_wait() {
@@ -125,9 +127,11 @@ NINFER_DEVICE void named_arrive(int id, int n) { asm volatile("bar.arrive %0, %1
 #ifdef NINFER_STAMPS
 __device__ unsigned long long stamps[1 << 16];
 __device__ unsigned int stamp_next;
-#define STAMP_BEGIN(tag)                                                                    \
+#define STAMP_BEGIN(tag) STAMP_BEGIN_IN(tag, 0)
+// Noted by the given thread.
+#define STAMP_BEGIN_IN(tag, thread)                                                         \
   unsigned long long* stamp_at = nullptr;                                                   \
-  if (threadIdx.x == 0 && blockIdx.x == 0) {                                                \
+  if (threadIdx.x == (thread) && blockIdx.x == 0) {                                         \
     stamp_at = stamps + 16 * (atomicAdd(&stamp_next, 1u) % (1u << 12));                     \
     stamp_at[0] = tag;                                                                      \
     stamp_at[1] = clock64();                                                                \
@@ -136,6 +140,7 @@ __device__ unsigned int stamp_next;
   if (stamp_at) stamp_at[1 + i] = clock64();
 #else
 #define STAMP_BEGIN(tag)
+#define STAMP_BEGIN_IN(tag, thread)
 #define STAMP(i)
 #endif
 
@@ -209,26 +214,26 @@ NINFER_DEVICE void e4m3x4_bf16(uint32_t w, uint32_t& even, uint32_t& odd) {
 }
 NINFER_DEVICE uint32_t scale_e4m3_x(uint32_t pair) { return mul_bf162(pair, 0x5d805d80u); }  // times 2^60
 
-// Sixteen E2M1 codes of a packed bank to eight BF16 pairs times scale: (k, k+4) for k = 0..3, then the same from 8 on. The placed
-// bits are the value times 2^-126, the scale carries 2^118, the remaining 2^8 is left to the epilogue (NVFP4_UNDO).
+// Sixteen E2M1 codes of a packed bank to eight BF16 pairs (k, k+4) for k = 0..3, then the same from 8 on, each the value times 2^-126.
+// Activations carry 2^60 (scale_e4m3_x), and a scale multiplies sums instead of weights.
 //
 // Packed codes (expert_repack) are laid out for this: in each 16-bit half three codes have magnitude and sign nine bits apart, where a
 // shift and a mask put them in place; the bits of the fourth are split over both words.
 //   word 0, bits 8..6 and 15: pair 0; 5..3 and 12: pair 1; 2..0 and 9: pair 2; word 1 likewise pairs 4, 5, 6
 //   pair 3: low two magnitude bits in word 0 at 10, 11, the third and the sign in word 1 at 10, 11; pair 7 at 13, 14
-#define NVFP4_UNDO 256.0f
-NINFER_DEVICE void e2m1x16_bf16(uint32_t a, uint32_t b, uint32_t scale, uint32_t* out) {
+#define E2M1_UNDO 73786976294838206464.0f  // 2^66
+NINFER_DEVICE void e2m1x16_plain(uint32_t a, uint32_t b, uint32_t* out) {
   const uint32_t keep = 0x81c081c0u, low = 0x001b001bu, six = 0x003f003fu;
   uint32_t c = ((a >> 10) & low) | ((b >> 8) & ~low);
   c = (c & six) | ((b >> 2) & ~six);
-  out[0] = mul_bf162(a & keep, scale);
-  out[1] = mul_bf162((a << 3) & keep, scale);
-  out[2] = mul_bf162((a << 6) & keep, scale);
-  out[3] = mul_bf162((c << 6) & keep, scale);
-  out[4] = mul_bf162(b & keep, scale);
-  out[5] = mul_bf162((b << 3) & keep, scale);
-  out[6] = mul_bf162((b << 6) & keep, scale);
-  out[7] = mul_bf162((c << 3) & keep, scale);
+  out[0] = a & keep, out[1] = (a << 3) & keep, out[2] = (a << 6) & keep, out[3] = (c << 6) & keep;
+  out[4] = b & keep, out[5] = (b << 3) & keep, out[6] = (b << 6) & keep, out[7] = (c << 3) & keep;
+}
+// Two E4M3 codes to FP32.
+NINFER_DEVICE float2 e4m3x2_f32(uint32_t two) {
+  uint32_t h;
+  asm("{.reg .b16 l, u; mov.b32 {l, u}, %1; cvt.rn.f16x2.e4m3x2 %0, l;}" : "=r"(h) : "r"(two));
+  return __half22float2(*(__half2*)&h);
 }
 // The layout's other side: sixteen codes, low nibble first, to two words.
 NINFER_DEVICE uint2 pack_codes(uint2 raw) {
@@ -248,15 +253,6 @@ NINFER_DEVICE uint2 pack_codes(uint2 raw) {
   return make_uint2(w[0], w[1]);
 }
 
-// Two E4M3 block scales (low byte: row g, next byte: row g + 8) to two BF16 pairs, each the scale times 2^118 twice.
-NINFER_DEVICE void block_scales(uint32_t two, uint32_t& row_g, uint32_t& row_g8) {
-  // place both at BF16 times 2^-120, then multiply by 2^120 and by 2^118; scales are never negative
-  uint32_t placed = ((two & 0x7fu) << 4) | ((two & 0x7f00u) << 12);
-  uint32_t s = mul_bf162(mul_bf162(placed, 0x7b807b80u), 0x7a807a80u);
-  row_g = __byte_perm(s, 0, 0x1010);
-  row_g8 = __byte_perm(s, 0, 0x3232);
-}
-
 // Eight signed 4-bit codes to four BF16 pairs (k+i, k+4+i): 128 + (code xor 8) by bit placement, minus 136.
 NINFER_DEVICE void s4x8_bf16(uint32_t w, uint32_t* out) {
   const uint32_t magic = 0x43004300u, bias = 0x43084308u;
@@ -268,14 +264,6 @@ NINFER_DEVICE void s4x8_bf16(uint32_t w, uint32_t* out) {
 }
 
 // Reorders eight BF16 activations (k..k+7) to the pair order of the weight format.
-NINFER_DEVICE uint4 order_pairs_by2(uint4 v) {  // (0,2)(1,3)(4,6)(5,7), times 2^60: E4M3
-  uint4 r;
-  r.x = scale_e4m3_x(__byte_perm(v.x, v.y, 0x5410));
-  r.y = scale_e4m3_x(__byte_perm(v.x, v.y, 0x7632));
-  r.z = scale_e4m3_x(__byte_perm(v.z, v.w, 0x5410));
-  r.w = scale_e4m3_x(__byte_perm(v.z, v.w, 0x7632));
-  return r;
-}
 NINFER_DEVICE uint4 order_pairs_by4(uint4 v) {  // (0,4)(1,5)(2,6)(3,7): 4-bit codes
   uint4 r;
   r.x = __byte_perm(v.x, v.z, 0x5410);

@@ -9,6 +9,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"os"
+	"slices"
 	"testing"
 	"unsafe"
 
@@ -785,6 +786,75 @@ func TestExperts(t *testing.T) {
 					}
 					if d := download[uint32](g, distinct, 1)[0]; int(d) != len(chosen) {
 						t.Errorf("%s: %d distinct experts, want %d", what, d, len(chosen))
+					}
+				}
+			}
+		}
+	})
+}
+
+// A row has the same bits whatever rows are beside it.
+func TestRowsAlone(t *testing.T) {
+	withGPU(t, func(g *gpu) {
+		rng := rand.New(rand.NewPCG(21, 22))
+		for _, sh := range []struct{ h, low, inner, experts, topk int }{{2560, 320, 640, 16, 10}, {256, 64, 128, 37, 5}} {
+			for variant := range 2 {
+				f := []Format{FormatBF16, FormatE4M3}[variant]
+				const rows = MaxRows
+				h, low, inner, experts, topk := sh.h, sh.low, sh.inner, sh.experts, sh.topk
+				xw, _ := activations(rng, 4*rows, h)
+				yw, _ := activations(rng, rows, h)
+				x, y := upload(g, xw), upload(g, yw)
+				inject := make([]float32, 4*rows)
+				for i := range inject {
+					inject[i] = rng.Float32()
+				}
+				inj, norm := upload(g, inject), upload(g, make([]uint16, 4*h))
+				down, up := randomMatrix(rng, f, low, 4*h, false).part(g, 0, 0, 0), randomMatrix(rng, f, 4*h, low, false).part(g, 0, 0, 0)
+				injW := randomMatrix(rng, FormatBF16, 4, 4*h, false).part(g, 0, 0, 0)
+				router, gate, upW := randomMatrix(rng, f, experts, h, false).part(g, 0, 0, 0), randomMatrix(rng, f, inner, h, false).part(g, 0, 0, 0), randomMatrix(rng, f, inner, h, false).part(g, 0, 0, 0)
+				vector, sharedDown := randomMatrix(rng, FormatBF16, 1, h, false).part(g, 0, 0, 0), randomMatrix(rng, FormatBF16, h, inner, false).part(g, 0, 0, 0)
+				upB, downB := randomBank(rng, experts, 2*inner, h), randomBank(rng, experts, h, inner)
+				dUp, dDown, upDiv, downDiv := upB.pack(g, true), downB.pack(g, false), upload(g, upB.divisor), upload(g, downB.divisor)
+				// run gives everything that rows [first, first + r) leave behind
+				run1 := func(first, r int) (mix, out []uint16, injOut, logits []float32) {
+					R, H, L, E, K, I := uint32(r), uint32(h), uint32(low), uint32(experts), uint32(topk), uint32(inner)
+					at := driver.Ptr(first)
+					xOut, partial, square := g.poisoned(8*h*r), g.poisoned(16*(low+4)*r), g.poisoned(16*r)
+					mixP, injP, outP := g.poisoned(2*h*r), g.poisoned(16*r), g.poisoned(2*h*r)
+					plan, p, err := g.set.Limits.HcDown(f == FormatE4M3, R, H, L)
+					g.check(err)
+					p.X, p.Y, p.Inject, p.Norm, p.Down, p.DownScale, p.InjW = x+at*driver.Ptr(8*h), y+at*driver.Ptr(2*h), inj+at*16, norm, down.W, down.Scale, injW.W
+					p.XOut, p.Partial, p.Square = xOut, partial, square
+					run(g, plan, &p, true)
+					uPlan, u, err := g.set.Limits.HcUp(f == FormatE4M3, R, H, L)
+					g.check(err)
+					u.X, u.Norm, u.Partial, u.Square, u.Up, u.UpScale, u.Mix, u.Inject = xOut, norm, partial, square, up.W, up.Scale, mixP, injP
+					run(g, uPlan, &u, true)
+					lg, hs, sl, hid := g.poisoned(4*r*experts), g.poisoned(2*r*inner), g.poisoned(4*r), g.poisoned(2*r*topk*inner)
+					rPlan, rp, err := g.set.Limits.Router(f == FormatE4M3, R, H, E, I)
+					g.check(err)
+					rp.X, rp.Router, rp.RouterScale, rp.Gate, rp.GateScale, rp.Up, rp.UpScale = mixP, router.W, router.Scale, gate.W, gate.Scale, upW.W, upW.Scale
+					rp.Shared, rp.Logits, rp.Hidden, rp.SharedLogit = vector.W, lg, hs, sl
+					run(g, rPlan, &rp, true)
+					ePlan, ep, err := g.set.Limits.ExpertUp(R, H, E, K, I, Tuning{})
+					g.check(err)
+					ep.X, ep.Logits, ep.Bank, ep.Divisor, ep.Hidden = mixP, lg, dUp, upDiv, hid
+					run(g, ePlan, &ep, true)
+					dPlan, dp, err := g.set.Limits.ExpertDown(R, H, E, K, I, true)
+					g.check(err)
+					dp.Logits, dp.Hidden, dp.Bank, dp.Divisor, dp.SharedW, dp.SharedHidden, dp.SharedLogit, dp.Out = lg, hid, dDown, downDiv, sharedDown.W, hs, sl, outP
+					run(g, dPlan, &dp, true)
+					return download[uint16](g, mixP, h*r), download[uint16](g, outP, h*r), download[float32](g, injP, 4*r), download[float32](g, lg, experts*r)
+				}
+				mix, out, injOut, logits := run1(0, rows)
+				for _, r := range []int{1, 3} {
+					for first := 0; first+r <= rows; first += 3 {
+						m, o, i, l := run1(first, r)
+						if !slices.Equal(m, mix[first*h:(first+r)*h]) || !slices.Equal(o, out[first*h:(first+r)*h]) || !slices.Equal(i, injOut[4*first:4*(first+r)]) ||
+							!slices.Equal(l, logits[first*experts:(first+r)*experts]) {
+							t.Errorf("H %d format %d: rows %d to %d of %d have other bits than among %d", h, f, first, first+r, rows, rows)
+						}
 					}
 				}
 			}

@@ -8,23 +8,26 @@ import "ninfer/internal/backend/cuda/driver"
 var archs = []string{"sm_90a", "sm_120a"}
 
 // sources are the files the machine code was made from, without suffix.
-var sources = []string{"expert", "hyper", "stream", "yard"}
+var sources = []string{"expert", "hyper", "router", "stream", "yard"}
 
 // ID names a kernel.
 type ID int
 
 // The kernels.
 const (
-	RouterSharedBf16 ID = iota // RouterParams
-	RouterSharedE4m3           // RouterParams
-	ExpertGateUp               // ExpertUpParams
+	ExpertGateUp     ID = iota // ExpertUpParams
 	ExpertDown                 // ExpertDownParams
-	ExpertDownRows             // ExpertDownParams
 	ExpertRepack               // RepackParams
 	HcDownBf16                 // HcDownParams
 	HcDownE4m3                 // HcDownParams
+	HcDownRowsBf16             // HcDownParams
+	HcDownRowsE4m3             // HcDownParams
 	HcUpMixBf16                // HcUpParams
 	HcUpMixE4m3                // HcUpParams
+	HcUpMixRowsBf16            // HcUpParams
+	HcUpMixRowsE4m3            // HcUpParams
+	RouterSharedBf16           // RouterParams
+	RouterSharedE4m3           // RouterParams
 	GemvBf16                   // GemvParams
 	GemvE4m3                   // GemvParams
 	GemvBf16W8                 // GemvParams
@@ -46,16 +49,19 @@ const (
 )
 
 var table = [kernelCount]kernelInfo{
-	{name: "router_shared_bf16", source: "expert", threads: (32 * (8))},
-	{name: "router_shared_e4m3", source: "expert", threads: (32 * (8))},
-	{name: "expert_gate_up", source: "expert", threads: (32 * (16))},
+	{name: "expert_gate_up", source: "expert", threads: (32 * 11)},
 	{name: "expert_down", source: "expert", threads: (32 * (16))},
-	{name: "expert_down_rows", source: "expert", threads: (32 * (16))},
 	{name: "expert_repack", source: "expert", threads: 256},
 	{name: "hc_down_bf16", source: "hyper", threads: (32 * (12))},
 	{name: "hc_down_e4m3", source: "hyper", threads: (32 * (12))},
-	{name: "hc_up_mix_bf16", source: "hyper", threads: (32 * (12))},
-	{name: "hc_up_mix_e4m3", source: "hyper", threads: (32 * (12))},
+	{name: "hc_down_rows_bf16", source: "hyper", threads: (32 * (12))},
+	{name: "hc_down_rows_e4m3", source: "hyper", threads: (32 * (12))},
+	{name: "hc_up_mix_bf16", source: "hyper", threads: (32 * (11))},
+	{name: "hc_up_mix_e4m3", source: "hyper", threads: (32 * (11))},
+	{name: "hc_up_mix_rows_bf16", source: "hyper", threads: (32 * (11))},
+	{name: "hc_up_mix_rows_e4m3", source: "hyper", threads: (32 * (11))},
+	{name: "router_shared_bf16", source: "router", threads: (32 * (20))},
+	{name: "router_shared_e4m3", source: "router", threads: (32 * (20))},
 	{name: "gemv_bf16", source: "stream", threads: (320)},
 	{name: "gemv_e4m3", source: "stream", threads: (320)},
 	{name: "gemv_bf16_w8", source: "stream", threads: (256)},
@@ -205,6 +211,8 @@ type ExpertUpParams struct {
 	Experts  uint32
 	Topk     uint32
 	Inner    uint32
+	Slots    uint32
+	Trigger  uint32
 }
 
 // ExpertDownParams mirrors the struct of that name in params.h.
@@ -388,6 +396,8 @@ var layout = []uintptr{
 	offset(func(v *ExpertUpParams) *uint32 { return &v.Experts }),
 	offset(func(v *ExpertUpParams) *uint32 { return &v.Topk }),
 	offset(func(v *ExpertUpParams) *uint32 { return &v.Inner }),
+	offset(func(v *ExpertUpParams) *uint32 { return &v.Slots }),
+	offset(func(v *ExpertUpParams) *uint32 { return &v.Trigger }),
 	sizeOf[ExpertDownParams](),
 	offset(func(v *ExpertDownParams) *driver.Ptr { return &v.Logits }),
 	offset(func(v *ExpertDownParams) *driver.Ptr { return &v.Hidden }),

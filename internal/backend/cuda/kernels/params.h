@@ -100,6 +100,8 @@ struct ExpertUpParams {
   __nv_bfloat16* hidden;         // [R][topk][I]
   uint32_t* distinct;            // number of distinct experts, for reports; may be null
   uint32_t r, x_ld, k, experts, topk, inner;
+  uint32_t slots;                // tiles of weights a block has on their way
+  uint32_t trigger;              // the next kernel may start when so many of a block's tiles have been asked for
 };
 
 struct ExpertDownParams {
@@ -118,7 +120,7 @@ struct RepackParams {
   const uint8_t* codes;          // [E][N][K/2]
   const uint8_t* scales;         // expert_block_scale_k16_m128x4
   uint8_t* bank;                 // packed tiles
-  uint32_t n, k, first_expert, count, paired, reserved;  // paired: 8 rows of the first half with 8 of the second
+  uint32_t n, k, first_expert, count, paired, reserved;  // paired: gate/up, 8 rows of the first half with 8 of the second; else down
 };
 
 struct ReadParams {

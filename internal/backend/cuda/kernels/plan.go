@@ -19,9 +19,7 @@ const (
 )
 
 const (
-	warps     = 12 // warps of the hyper-connection kernels
 	gemvWarps = 10 // consumer warps of the streaming kernels
-	expWarps  = 8  // of the router and expert kernels
 	tileRows  = 16 // rows of a tensor tile
 	// MaxRows is how many activation rows one launch takes; more are looped over.
 	MaxRows = 8
@@ -180,117 +178,126 @@ func rowsOf(parts []Part) (n uint64) {
 	return n
 }
 
+// Sizes of the kernels that keep their weights where a thread finds them: hyper.cu, router.cu.
+const (
+	maxHidden   = 2560 // H
+	maxRank     = 320
+	downRows    = 10 // rows of a block of hc_down
+	upColumns   = 22 // columns of a block of hc_up_mix
+	upThreads   = 32 * 11
+	routerUnits = 7 // pairs of rows of a block of the router
+)
+
 // HcDown plans the first half of a hyper-connection site. The caller fills the addresses.
 func (l Limits) HcDown(fp8 bool, r, h, low uint32) (Plan, HcDownParams, error) {
-	groups := max((low+tileRows-1)/tileRows, l.SMs/4-1) // one block a stream more makes the injection rows
-	p := HcDownParams{R: r, H: h, L: low, Groups: min(groups, low), Trigger: 2}
-	plan := Plan{Kernel: HcDownBf16, Grid: 4 * (p.Groups + 1)}
-	rows := max(4, (low+p.Groups-1)/p.Groups) // a block's rows; the inject block has four in BF16
-	operand := 2 * r * (2*h + 32)
-	weights := rows * (2*h + 64)
-	if fp8 {
-		plan.Kernel = HcDownE4m3
-		weights = max(rows*(h+64), 4*(2*h+64))
+	p := HcDownParams{R: r, H: h, L: low}
+	if r < 1 || r > MaxRows || h == 0 || h%16 != 0 || h > maxHidden || low == 0 || low%16 != 0 || low > maxRank {
+		return Plan{}, p, fmt.Errorf("cuda: no hyper-connection plan for %d rows of %d, rank %d", r, h, low)
 	}
-	plan.Shared = 16 + warps*max(8, r)*tileRows*4 + warps*r*4 + 16 + operand + 128 + weights
-	if r < 1 || r > MaxRows || h%64 != 0 || h > 3072 || low%2 != 0 || plan.Shared > l.SharedPerBlock {
-		return plan, p, fmt.Errorf("cuda: no hyper-connection plan for %d rows of %d, rank %d", r, h, low)
+	p.Groups = min(low, max(l.SMs/4-1, (low+downRows-1)/downRows)) // one block a stream more makes the injection rows
+	rows := (low + p.Groups - 1) / p.Groups
+	plan := Plan{Grid: 4 * (p.Groups + 1)}
+	if fp8 {
+		p.Trigger = 2
+		plan.Kernel, plan.Shared = pick(r, HcDownE4m3, HcDownRowsE4m3), 128+max(rows*h, 4*2*h)
+	} else {
+		plan.Kernel, plan.Shared = pick(r, HcDownBf16, HcDownRowsBf16), 128+max(4, rows)*2*h
 	}
 	return plan, p, nil
+}
+
+// pick chooses the kernel for a single row or the one for several; both give a row the same bits.
+func pick(r uint32, one, several ID) ID {
+	if r == 1 {
+		return one
+	}
+	return several
 }
 
 // HcUp plans the second half.
 func (l Limits) HcUp(fp8 bool, r, h, low uint32) (Plan, HcUpParams, error) {
 	p := HcUpParams{R: r, H: h, L: low, Trigger: 2}
-	plan := Plan{Kernel: HcUpMixBf16, Grid: max(min(l.SMs, h/4), (h/4+warps-1)/warps)} // at most a tile a warp
-	pitch := 2 * low
+	if r < 1 || r > MaxRows || h == 0 || h%16 != 0 || h > maxHidden || low == 0 || low%16 != 0 || low > maxRank {
+		return Plan{}, p, fmt.Errorf("cuda: no hyper-connection plan for %d rows of %d, rank %d", r, h, low)
+	}
+	plan := Plan{Kernel: pick(r, HcUpMixBf16, HcUpMixRowsBf16), Grid: max(min(l.SMs, h), (h+upColumns-1)/upColumns)}
+	bytes := 2 * low
 	if fp8 {
-		plan.Kernel, pitch = HcUpMixE4m3, low
+		plan.Kernel, bytes = pick(r, HcUpMixE4m3, HcUpMixRowsE4m3), low
 	}
-	tiles := (h/4 + max(1, plan.Grid) - 1) / max(1, plan.Grid)
-	plan.Shared = 16 + 16*r + 2*r*(2*low+32) + 128 + 16*tiles*pitch
-	if r < 1 || r > MaxRows || h%4 != 0 || pitch%64 != 0 || plan.Shared > l.SharedPerBlock {
-		return plan, p, fmt.Errorf("cuda: no hyper-connection plan for %d rows of %d, rank %d", r, h, low)
-	}
+	run := (h + plan.Grid - 1) / plan.Grid * bytes
+	plan.Shared = 128 + r*upThreads*8 + 4*((run+127)/128*128+64)
 	return plan, p, nil
 }
 
 // Router plans the router and the shared expert's first half.
 func (l Limits) Router(fp8 bool, r, k, experts, inner uint32) (Plan, RouterParams, error) {
-	p := RouterParams{R: r, K: k, XLd: k, Experts: experts, Inner: inner, Trigger: 1}
+	p := RouterParams{R: r, K: k, XLd: k, Experts: experts, Inner: inner}
 	units := (experts+1)/2 + inner + 1
-	plan := Plan{Kernel: RouterSharedBf16, Grid: max(l.SMs, (units+7)/8)}
-	row := 2 * k
+	plan := Plan{Kernel: RouterSharedBf16, Grid: max(l.SMs, (units+routerUnits-1)/routerUnits), Shared: 128 + 2*routerUnits*2*k}
 	if fp8 {
-		plan.Kernel, row = RouterSharedE4m3, k
-		plan.Grid = max(l.SMs, (units+6)/8+1)
+		// the last block has the shared gate vector in BF16
+		plan = Plan{Kernel: RouterSharedE4m3, Grid: max(l.SMs, (units+routerUnits-2)/routerUnits+1), Shared: 128 + 2*routerUnits*k}
 	}
-	plan.Shared = 16 + expWarps*r*tileRows*4 + r*(2*k+32) + 128 + tileRows*(row+64)
-	if fp8 {
-		plan.Shared = max(plan.Shared, 16+expWarps*r*tileRows*4+r*(2*k+32)+128+9*(2*k+64))
-	}
-	if r < 1 || r > MaxRows || row%64 != 0 || plan.Shared > l.SharedPerBlock {
+	if r < 1 || r > MaxRows || k == 0 || k%16 != 0 || k > maxHidden || plan.Shared > l.SharedPerBlock {
 		return plan, p, fmt.Errorf("cuda: no router plan for %d rows of %d", r, k)
 	}
 	return plan, p, nil
 }
 
-// Bytes of the routing table in shared memory, rounded to 16: see struct Routing in expert.cu.
-func routingBytes(r uint32) uint32 {
-	if r == 1 {
-		return 1952
-	}
-	return 8736
-}
-
-const maxExperts, maxTop = 512, 16
-
-// Tile geometry of packed banks, as in expert.cu.
+// Sizes of expert.cu.
 const (
-	pairBytes = 1152 // 128 k of a tile
-	upWarps   = 16
-	upDepth   = 4 // pairs a warp of expert_gate_up has on their way
+	maxExperts, maxTop = 512, 16
+
+	pairBytes = 1152 // 128 k of a gate/up tile
+	halfBytes = 576  // 128 k of a down tile
+	upWarps   = 10
+	upFixed   = 1184
+	upPairs   = 20
+	upSlots   = 3 // tiles on their way: with expert_down's weights beside them they fit on an SM (R5)
 	downWarps = 16
-	downDepth = 4 // of expert_down
+	downTiles = 3 // of a block at most
+	downFixed = 688 + downWarps*downTiles*8*4
 )
 
-// ExpertUp plans the routed first half. k is the hidden width, inner the experts' width.
+// ExpertUp plans the routed first half. k is the hidden width, inner the experts' width; t.Stages is the number of tiles on their way.
 func (l Limits) ExpertUp(r, k, experts, topk, inner uint32, t Tuning) (Plan, ExpertUpParams, error) {
-	p := ExpertUpParams{R: r, K: k, XLd: k, Experts: experts, Topk: topk, Inner: inner}
-	plan := Plan{Kernel: ExpertGateUp, Grid: l.SMs}
-	if t.Blocks != 0 {
-		plan.Grid = t.Blocks
+	p := ExpertUpParams{R: r, K: k, XLd: k, Experts: experts, Topk: topk, Inner: inner, Slots: upSlots}
+	if t.Stages != 0 {
+		p.Slots = min(t.Stages, 8)
 	}
-	plan.Shared = routingBytes(r) + 32 + r*(2*k+32) + 2*upWarps/4*3*r*64 + 128 + upWarps*upDepth*pairBytes
-	if r < 1 || r > MaxRows || k%128 != 0 || inner%8 != 0 || experts > maxExperts || topk > maxTop || topk > experts ||
-		plan.Shared > l.SharedPerBlock {
+	items := (topk*inner/8 + l.SMs - 1) / l.SMs
+	grid := r * l.SMs
+	if r > 1 {
+		grid++ // this block counts the distinct experts, if anybody asks
+	}
+	plan := Plan{Kernel: ExpertGateUp, Grid: grid, Shared: upFixed + max(items*upWarps*256, 64+MaxRows*512) + 128 + p.Slots*k/128*pairBytes}
+	if r < 1 || r > MaxRows || k == 0 || k%128 != 0 || k/128 > upPairs || inner == 0 || inner%8 != 0 || experts > maxExperts || topk > maxTop || topk == 0 ||
+		topk > experts || plan.Shared > l.SharedPerBlock {
 		return plan, p, fmt.Errorf("cuda: no expert plan for %d rows of %d, top %d of %d", r, k, topk, experts)
 	}
 	return plan, p, nil
 }
 
 // ExpertDown plans the routed and shared second half: h is the hidden width. early says that the kernel before it triggered after its own
-// wait, so that the router's logits may be read in the prologue (R3).
+// wait, so that what the router wrote may be read in the prologue (R3).
 func (l Limits) ExpertDown(r, h, experts, topk, inner uint32, early bool) (Plan, ExpertDownParams, error) {
 	p := ExpertDownParams{R: r, H: h, Experts: experts, Topk: topk, Inner: inner}
 	if early {
 		p.Early = 1
 	}
-	plan := Plan{Kernel: ExpertDown, Grid: min(l.SMs, h/16)}
-	plan.Shared = routingBytes(r) + 2*downWarps*r*tileRows*4 + 128 + downWarps*downDepth*pairBytes
-	if r == 1 {
-		plan.Shared += (topk + 1) * inner * 2
-	} else {
-		plan.Kernel = ExpertDownRows
-	}
-	if r < 1 || r > MaxRows || h%16 != 0 || inner%128 != 0 || experts > maxExperts || topk > maxTop || topk > experts ||
-		plan.Shared > l.SharedPerBlock {
+	blocks := max(1, min(l.SMs, h/8))
+	tiles := (h/8 + blocks - 1) / blocks
+	plan := Plan{Kernel: ExpertDown, Grid: r * blocks}
+	plan.Shared = downFixed + topk*inner*2 + 128 + tiles*8*(2*inner+64) + topk*tiles*inner/128*halfBytes
+	if r < 1 || r > MaxRows || h == 0 || h%16 != 0 || inner == 0 || inner%128 != 0 || experts > maxExperts || topk > maxTop || topk == 0 || topk > experts ||
+		tiles > downTiles || tiles*inner/128 > 2*downWarps || plan.Shared > l.SharedPerBlock {
 		return plan, p, fmt.Errorf("cuda: no expert plan for %d rows of %d, top %d of %d", r, h, topk, experts)
 	}
 	return plan, p, nil
 }
 
-// Repack plans the reordering of count experts of a bank [.., n, k] from artifact layout to tiles.
+// Repack plans the reordering of count experts of a bank [.., n, k] from artifact layout to tiles: paired for gate/up, else for down.
 func Repack(n, k, count uint32) Plan {
 	threads := uint64(count) * uint64(n/16) * uint64(k/64) * 32
 	return Plan{Kernel: ExpertRepack, Grid: uint32((threads + 255) / 256)}
