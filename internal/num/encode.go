@@ -99,6 +99,11 @@ const bf16Infinity = 0x7f80
 // that of their bits without the sign. It is at least bf16Infinity if a word is
 // not finite.
 func bf16MaxAbs(src []byte) uint16 {
+	var first uint16
+	if n := len(src) / 32; vectors && n > 0 {
+		groupMaxAVX2(&first, &src[0], 1, n)
+		src = src[32*n:]
+	}
 	var a, b uint64
 	for ; len(src) >= 16; src = src[16:] {
 		a = lanesMax(a, binary.LittleEndian.Uint64(src)&^lanesHigh)
@@ -106,7 +111,7 @@ func bf16MaxAbs(src []byte) uint16 {
 	}
 	a = lanesMax(a, b)
 	a = lanesMax(a, a>>32)
-	m := uint16(max(a&0xffff, a>>16&0xffff))
+	m := max(first, uint16(max(a&0xffff, a>>16&0xffff)))
 	for i := range len(src) / 2 {
 		m = max(m, binary.LittleEndian.Uint16(src[2*i:])&0x7fff)
 	}
@@ -129,45 +134,104 @@ func widen(dst, src []byte) {
 // row. It returns the first column of a group whose scale overflows or that has
 // a value that is not finite, else -1.
 func encodeGroupedRow(f Format, codes, high, scales, src []byte) int {
-	var lanes [64]int8
 	group := f.Group()
 	hb := highBytes(f)
-	qmax := int32(1)<<(f.codeBits()-1) - 1
-	qmin := -qmax - 1
-	if f == Q8G32 {
-		qmin = -qmax
+	done := 0 // groups
+	if vectors {
+		var bad bool
+		if done, bad = vectorGroups(f, codes, high, scales, src); bad {
+			return done * group
+		}
 	}
-	for g := range len(scales) / 2 {
+	for g := done; g < len(scales)/2; g++ {
 		first := 2 * g * group
 		part := src[min(first, len(src)):min(first+2*group, len(src))]
-		base, high := codes[32*g:][:32], high[hb*g:][:hb]
-		word := bf16MaxAbs(part)
-		if word >= bf16Infinity {
+		scale, ok := groupScale(f, bf16MaxAbs(part))
+		if !ok {
 			return g * group
 		}
-		amax := FromBF16(word)
-		scale := uint16(0)
-		if amax > 0 {
-			scale = max(ToF16(float32(float64(amax)/float64(qmax))), 1)
-			if scale >= 0x7c00 {
-				return g * group
-			}
-		}
 		binary.LittleEndian.PutUint16(scales[2*g:], scale)
-		inv := float32(1 / float64(FromF16(scale)))
-		if scale >= 0x0400 && len(part) == 2*group {
-			roundGroup(f, base, high, part, inv)
-			continue
-		}
-		clear(lanes[:])
-		if scale > 0 {
-			for i := range lanes[:len(part)/2] {
-				lanes[i] = roundCode(bf16At(part, i)*inv, qmin, qmax)
-			}
-		}
-		packGroup(f, lanes[:group], base, high)
+		encodeGroup(f, codes[32*g:][:32], high[hb*g:][:hb], part, scale)
 	}
 	return -1
+}
+
+// vectorGroups encodes the whole groups at a row's beginning and returns how many these are, or which one of them cannot be encoded.
+func vectorGroups(f Format, codes, high, scales, src []byte) (groups int, bad bool) {
+	encode := q4GroupsAVX2
+	switch f {
+	case Q5G64:
+		encode = q5GroupsAVX2
+	case Q6G64:
+		encode = q6GroupsAVX2
+	case Q8G32:
+		encode = q8GroupsAVX2
+	}
+	var words [64]uint16
+	var inv [64]float32
+	group, hb := f.Group(), highBytes(f)
+	groups = len(src) / (2 * group)
+	for first := 0; first < groups; first += len(words) {
+		n := min(len(words), groups-first)
+		part := src[2*group*first:]
+		groupMaxAVX2(&words[0], &part[0], n, group/16)
+		for i, word := range words[:n] {
+			scale, ok := groupScale(f, word)
+			if !ok {
+				return first + i, true
+			}
+			binary.LittleEndian.PutUint16(scales[2*(first+i):], scale)
+			inv[i] = groupInverse(scale)
+		}
+		h := &codes[0] // unused where there is no high plane
+		if hb > 0 {
+			h = &high[hb*first]
+		}
+		encode(&codes[32*first], h, &part[0], &inv[0], n)
+		for i := range n { // what the vectors cannot round
+			g := first + i
+			if scale := binary.LittleEndian.Uint16(scales[2*g:]); scale < leastNormal {
+				encodeGroup(f, codes[32*g:][:32], high[hb*g:][:hb], part[2*group*i:][:2*group], scale)
+			}
+		}
+	}
+	return groups, false
+}
+
+// leastNormal is the smallest binary16 word that is not subnormal.
+const leastNormal = 0x0400
+
+// groupScale is the scale word of a group with a largest magnitude word, and false where there is none.
+func groupScale(f Format, word uint16) (uint16, bool) {
+	if word == 0 || word >= bf16Infinity {
+		return 0, word == 0
+	}
+	scale := max(ToF16(float32(float64(FromBF16(word))/float64(int32(1)<<(f.codeBits()-1)-1))), 1)
+	return scale, scale < 0x7c00
+}
+
+// groupInverse is what the values of a group are multiplied by.
+func groupInverse(scale uint16) float32 { return float32(1 / float64(FromF16(scale))) }
+
+// encodeGroup rounds and packs a group, which may be short.
+func encodeGroup(f Format, base, high, part []byte, scale uint16) {
+	inv := groupInverse(scale)
+	if scale >= leastNormal && len(part) == 2*f.Group() {
+		roundGroup(f, base, high, part, inv)
+		return
+	}
+	var lanes [64]int8
+	if scale > 0 {
+		qmax := int32(1)<<(f.codeBits()-1) - 1
+		qmin := -qmax - 1
+		if f == Q8G32 {
+			qmin = -qmax
+		}
+		for i := range lanes[:len(part)/2] {
+			lanes[i] = roundCode(bf16At(part, i)*inv, qmin, qmax)
+		}
+	}
+	packGroup(f, lanes[:f.Group()], base, high)
 }
 
 // integers is where they are the spacing of binary32: adding it rounds to the
@@ -237,6 +301,10 @@ func encodeFP8Row(codes, src []byte) (uint16, bool) {
 		return scale, false
 	}
 	src = src[:2*len(codes)]
+	if n := len(codes) &^ 31; vectors && n > 0 {
+		fp8TimesAVX2(&codes[0], &src[0], n, q)
+		codes, src = codes[n:], src[2*n:]
+	}
 	exponent := int(scale >> 7)
 	if exponent < 32 { // subnormal values might count
 		for i := range codes {

@@ -38,7 +38,8 @@ func FP8TableMultiplier(amax float32) (uint16, error) {
 // table: code = e4m3(f32(x / multiplier)), a binary32 division. There are only
 // 65,536 different source words, so their codes are tabulated.
 type FP8Table struct {
-	code [1 << 16]byte // 0x7f (never a code) where the word cannot be encoded
+	multiplier float32
+	code       [1 << 16]byte // 0x7f (never a code) where the word cannot be encoded
 }
 
 // NewFP8Table prepares the encoder for a BF16 multiplier word, which must be
@@ -48,7 +49,7 @@ func NewFP8Table(multiplier uint16) (*FP8Table, error) {
 	if !positive(m) {
 		return nil, fmt.Errorf("multiplier word 0x%04x is not finite and positive", multiplier)
 	}
-	t := new(FP8Table)
+	t := &FP8Table{multiplier: m}
 	for w := range t.code {
 		q := FromBF16(uint16(w)) / m
 		if math.Abs(float64(q)) <= MaxE4M3 {
@@ -65,7 +66,11 @@ func NewFP8Table(multiplier uint16) (*FP8Table, error) {
 // naming its index in src; values before it are encoded.
 func (t *FP8Table) Encode(dst, src []byte) error {
 	dst = dst[:len(src)/2]
-	for i := range dst {
+	first := 0
+	if n := len(dst) &^ 31; vectors && n > 0 && fp8OverAVX2(&dst[0], &src[0], n, t.multiplier) == 0 {
+		first = n
+	}
+	for i := first; i < len(dst); i++ {
 		c := t.code[binary.LittleEndian.Uint16(src[2*i:])]
 		if c == 0x7f {
 			return fmt.Errorf("value %d: source value %v is beyond the table's multiplier", i, bf16At(src, i))

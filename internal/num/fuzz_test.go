@@ -37,6 +37,7 @@ func FuzzEncodeRows(f *testing.F) {
 			return
 		}
 		src := data[:2*rows*cols]
+		sameRows(t, format, cols, src)
 		g := geometry(t, format, rows, cols)
 		object := make([]byte, g.Bytes)
 		for i := range object {
@@ -244,6 +245,7 @@ func FuzzEncodeNVFP4(f *testing.F) {
 		src := make([]byte, 2*n*k)
 		copy(src, data)
 		profile := Profile(kind % 2)
+		sameNVFP4(t, profile, n, k, src)
 		object := make([]byte, n*k/2+n*k/16+4)
 		tensor, err := NewTensor(NVFP4, BlockScale, []int{n, k}, object)
 		if err != nil {

@@ -63,14 +63,28 @@ func EncodeNVFP4(p Profile, n, k int, src, codes, scales []byte) (float32, error
 		return 0, fmt.Errorf("largest magnitude %v gives the divisor %v, which is not finite and positive", amax, e.d)
 	}
 	// Scales first, codes then: each loop's turns are independent of each other.
-	words := make([]byte, k/16)
+	words, most := make([]byte, k/16), make([]uint16, k/16)
 	for r := range n {
 		row, out := src[2*r*k:][:2*k], codes[r*k/2:][:k/2]
-		for g := range words {
-			words[g] = e.scale(row[32*g:][:32])
+		if vectors {
+			groupMaxAVX2(&most[0], &row[0], len(most), 1)
+		} else {
+			for g := range most {
+				most[g] = max16(row[32*g:][:32])
+			}
 		}
-		for g, word := range words {
-			e.encode(out[8*g:][:8], row[32*g:][:32], word)
+		for g := range words {
+			words[g] = e.scale(most[g])
+			if !e.known[words[g]] {
+				e.measure(words[g])
+			}
+		}
+		if vectors {
+			nvfp4GroupsAVX2(&out[0], &row[0], &words[0], &e.above[0], len(words)/4)
+		} else {
+			for g, word := range words {
+				e.encode(out[8*g:][:8], row[32*g:][:32], word)
+			}
 		}
 		line := scales[Swizzle(r, 0, k):]
 		for g := 0; g < len(words); g += 4 {
@@ -93,6 +107,7 @@ type nvfp4Encoder struct {
 
 	known [128]bool
 	begin [128][7]uint64 // by scale word: the magnitude in all four 16-bit lanes; 0x8000 is never reached
+	above [128][8]int16  // the magnitudes before these, for vectors, and the one above which signs count
 }
 
 const (
@@ -106,9 +121,6 @@ func (e *nvfp4Encoder) encode(out, src []byte, word byte) {
 	if word == 0 {
 		clear(out[:8])
 		return
-	}
-	if !e.known[word] {
-		e.measure(word)
 	}
 	b := &e.begin[word]
 	b0, b1, b2, b3, b4, b5, b6 := b[0], b[1], b[2], b[3], b[4], b[5], b[6]
@@ -136,15 +148,20 @@ func lanesMax(a, b uint64) uint64 {
 	return a&mask | b&^(mask|lanesHigh)
 }
 
-// scale is the scale word of 16 values.
-func (e *nvfp4Encoder) scale(src []byte) byte {
+// max16 is the largest magnitude word of 16 values.
+func max16(src []byte) uint16 {
 	_ = src[31]
 	le := binary.LittleEndian
 	m := lanesMax(
 		lanesMax(le.Uint64(src)&^lanesHigh, le.Uint64(src[8:])&^lanesHigh),
 		lanesMax(le.Uint64(src[16:])&^lanesHigh, le.Uint64(src[24:])&^lanesHigh))
 	m = lanesMax(m, m>>32)
-	most := FromBF16(uint16(max(m&0xffff, m>>16&0xffff)))
+	return uint16(max(m&0xffff, m>>16&0xffff))
+}
+
+// scale is the scale word of a group with a largest magnitude word.
+func (e *nvfp4Encoder) scale(word uint16) byte {
+	most := FromBF16(word)
 	if e.profile == ProfileA {
 		return ToE4M3(min(float32(most*e.d)/6, MaxE4M3))
 	}
@@ -161,9 +178,20 @@ func (e *nvfp4Encoder) code(magnitude uint16, s float32) byte {
 	return e2m1Magnitude(float64(x) / (float64(s) / float64(e.d)))
 }
 
-// measure finds where codes begin under a scale word that is not zero.
+// measure finds where codes begin under a scale word. Under zero there are neither codes nor signs.
 func (e *nvfp4Encoder) measure(word byte) {
 	e.known[word] = true
+	above := &e.above[word]
+	for i := range above {
+		above[i] = math.MaxInt16
+	}
+	if word == 0 {
+		return
+	}
+	above[7] = -1
+	if e.profile == ProfileB { // negative zero has no sign there
+		above[7] = 0
+	}
 	s := FromE4M3(word)
 	for i, boundary := range [7]float64{0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5} {
 		code := byte(i + 1)
@@ -179,6 +207,7 @@ func (e *nvfp4Encoder) measure(word byte) {
 			m = 0x8000
 		}
 		e.begin[word][i] = uint64(m) * lanesOne
+		above[i] = int16(m - 1)
 	}
 }
 
