@@ -136,9 +136,7 @@ group:
 	CODES(0, Y4)
 	CODES(64, Y5)
 	NIBBLES
-	VPSLLW       $3, Y4, Y4
-	VPSLLW       $3, Y5, Y5
-	VPMOVMSKB    Y4, AX
+	VPMOVMSKB    Y4, AX         // the fifth bit is the sign too
 	VPMOVMSKB    Y5, BX
 	MOVL         AX, (R8)
 	MOVL         BX, 4(R8)
