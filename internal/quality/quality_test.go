@@ -4,7 +4,6 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
-	"encoding/json/v2"
 	"fmt"
 	"math"
 	"os"
@@ -49,21 +48,7 @@ func plain(t *testing.T, change func(*modeltest.Checkpoint)) *model.Model {
 // golden reads the reference's tokens, greedy continuation and logits of a case.
 func golden(t *testing.T, name string) (tokens, greedy []int32, logits [][]float64) {
 	t.Helper()
-	raw, err := os.ReadFile(filepath.Join(micro, "golden.json"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	var meta struct {
-		Cases map[string]struct {
-			Tokens []int32 `json:"tokens"`
-			Greedy []int32 `json:"greedy"`
-		} `json:"cases"`
-	}
-	if err := json.Unmarshal(raw, &meta); err != nil {
-		t.Fatal(err)
-	}
-	tensors := map[string]modeltest.Safetensor{}
-	modeltest.OpenSafetensors(t, filepath.Join(micro, "golden.safetensors"), tensors)
+	cases, tensors := modeltest.Golden(t, micro)
 	l := tensors[name+".logits"]
 	for row := range slices.Chunk(l.Values(), l.Shape[1]) {
 		out := make([]float64, ids)
@@ -72,7 +57,7 @@ func golden(t *testing.T, name string) (tokens, greedy []int32, logits [][]float
 		}
 		logits = append(logits, out)
 	}
-	c := meta.Cases[name]
+	c := cases[name]
 	return c.Tokens, c.Greedy, logits
 }
 
