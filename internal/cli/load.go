@@ -7,9 +7,11 @@ import (
 	"maps"
 	"os"
 	"slices"
+	"time"
 
 	"ninfer/internal/arch"
 	"ninfer/internal/artifact"
+	"ninfer/internal/backend/cpu"
 	"ninfer/internal/backend/cuda/device"
 	"ninfer/internal/front"
 	"ninfer/internal/model"
@@ -125,6 +127,25 @@ func (l *loaded) bind(opt model.Options) (*model.Model, error) {
 		return nil, fmt.Errorf("%s: %w", l.store.File.Path(), err)
 	}
 	return m, nil
+}
+
+// warm brings an INT4 n-gram table into the page cache if there is room for it, and says what it did.
+func (l *loaded) warm(e *environment, f *modelFlags) error {
+	want := l.store.TableBytes()
+	if l.made != nil || !l.store.Warms() || want == 0 {
+		return nil
+	}
+	if free, known := cpu.Available(); known && free < want {
+		f.milestone(e, "n-gram table: %s, more than memory has free: rows are read from the file as they are needed", inUnits(want))
+		return nil
+	}
+	start := time.Now()
+	n, err := l.store.WarmTable(e.ctx)
+	if err != nil {
+		return err
+	}
+	f.milestone(e, "n-gram table: %s in the page cache after %v", inUnits(n), time.Since(start).Round(time.Millisecond))
+	return nil
 }
 
 func (l *loaded) close() { l.store.File.Close() }

@@ -116,6 +116,9 @@ func (c *runCommand) Run(e *environment) error {
 		return err
 	}
 	c.weights = l.weightBytes()
+	if err := l.warm(e, &c.modelFlags); err != nil {
+		return err
+	}
 	batch, dev, err := c.engine(e, m, 1, 0)
 	if err != nil {
 		return err

@@ -318,6 +318,9 @@ func (c *serveCommand) open(e *environment, l *loaded) (o opening) {
 		return opening{err: fmt.Errorf("%s: %w", l.store.File.Path(), err)}
 	}
 	c.weights = l.weightBytes()
+	if o.err = l.warm(e, &c.modelFlags); o.err != nil {
+		return o
+	}
 	o.batch, o.dev, o.err = c.engine(e, m, c.MaxConcurrency, c.MaxConcurrency+c.MaxPendingRequests)
 	return o
 }

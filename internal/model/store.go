@@ -1,11 +1,15 @@
 package model
 
 import (
+	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"math"
+	"os"
 	"slices"
+	"sync"
+	"sync/atomic"
 
 	"ninfer/internal/arch"
 	"ninfer/internal/artifact"
@@ -334,6 +338,45 @@ func (a *Artifact) TableBytes() int64 {
 		}
 	}
 	return n
+}
+
+// Warms says whether WarmTable would do anything.
+func (a *Artifact) Warms() bool { return a.mixed }
+
+// WarmTable reads every page of an INT4 n-gram table once, so that the page cache holds it, and returns its bytes; other tables are larger
+// and have none warmed. It ends early with ctx.
+func (a *Artifact) WarmTable(ctx context.Context) (int64, error) {
+	if !a.mixed {
+		return 0, nil
+	}
+	s, err := a.shards()
+	if err != nil {
+		return 0, fmt.Errorf("%s: %w", a.File.Path(), err)
+	}
+	const piece = 64 << 20 // neighbouring pages are read together
+	var pieces [][]byte
+	for _, shard := range s.shards {
+		for _, span := range shard {
+			pieces = slices.AppendSeq(pieces, slices.Chunk(span, piece))
+		}
+	}
+	var next, read atomic.Int64
+	var all sync.WaitGroup
+	var sink atomic.Uint32
+	for range 8 {
+		all.Go(func() {
+			sum := uint32(0)
+			for i := next.Add(1) - 1; i < int64(len(pieces)) && ctx.Err() == nil; i = next.Add(1) - 1 {
+				for at := 0; at < len(pieces[i]); at += os.Getpagesize() {
+					sum += uint32(pieces[i][at])
+				}
+				read.Add(int64(len(pieces[i])))
+			}
+			sink.Add(sum)
+		})
+	}
+	all.Wait()
+	return read.Load(), ctx.Err()
 }
 
 // copySpans copies len(dst) bytes from an offset into runs that follow each other.

@@ -1,6 +1,7 @@
 package model_test
 
 import (
+	"context"
 	"encoding/binary"
 	"encoding/json/jsontext"
 	"math"
@@ -102,6 +103,32 @@ func use(t *testing.T, d *artifact.Directory, parameter string) *artifact.Use {
 		t.Fatalf("no use of %s", parameter)
 	}
 	return &d.Uses[i]
+}
+
+// A table in INT4 is read whole, codes and scales of all shards; one in FP8 is left alone.
+func TestWarmTable(t *testing.T) {
+	dir, ple := converttest.Mixed(t, micro)
+	for _, f := range []*artifact.File{
+		converted(t, convert.Options{Profile: "mixed", Model: dir, PLE: ple}, "qwen3_8_flash_next_mixed.ninfer"),
+		converted(t, convert.Options{Model: micro}, "qwen3_8_flash_next_125b_a6b_nvfp4.ninfer"),
+	} {
+		a, err := model.NewArtifact(f)
+		if err != nil {
+			t.Fatal(err)
+		}
+		want := int64(0)
+		if strings.Contains(f.Path(), "mixed") {
+			want = a.TableBytes()
+		}
+		ctx, cancel := context.WithCancel(context.Background())
+		if n, err := a.WarmTable(ctx); n != want || err != nil {
+			t.Errorf("%s: %d bytes, %v; want %d", f.Path(), n, err, want)
+		}
+		cancel()
+		if n, err := a.WarmTable(ctx); want > 0 && (n != 0 || err == nil) {
+			t.Errorf("%s: %d bytes, %v after the end", f.Path(), n, err)
+		}
+	}
 }
 
 // TestArtifactRefusals is artifact.md 4.4: what a loader must check.
