@@ -278,6 +278,15 @@ func TestRejectFraming(t *testing.T) {
 		out := strings.TrimSuffix(path, ".ninfer") + ".v3.ninfer"
 		wantRule(t, err, 2, "ninfer upgrade '"+path+"' '"+out+"'")
 	})
+	t.Run("R4/more than is read", func(t *testing.T) {
+		path := filepath.Join(t.TempDir(), "s.ninfer")
+		save(t, path, edit(8, 1, 0, 0, 0x40))
+		if err := os.Truncate(path, 1<<31); err != nil { // a hole
+			t.Skip(err)
+		}
+		_, err := Open(path)
+		wantRule(t, err, 4, "1073741825")
+	})
 	t.Run("missing", func(t *testing.T) {
 		if _, err := Open(filepath.Join(t.TempDir(), "none")); !errors.Is(err, os.ErrNotExist) {
 			t.Errorf("got %v", err)
@@ -386,4 +395,19 @@ func TestRejectPart(t *testing.T) {
 			}
 		})
 	}
+	t.Run("R21/folder", func(t *testing.T) {
+		dir := t.TempDir()
+		path := filepath.Join(dir, "s.ninfer")
+		save(t, path, entryBytes(sampleText, 1152))
+		if err := os.Mkdir(filepath.Join(dir, "other"), 0o777); err != nil {
+			t.Fatal(err)
+		}
+		a, err := Open(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer a.Close()
+		_, err = a.Tensor("w.second")
+		wantRule(t, err, 21, "other")
+	})
 }
