@@ -408,6 +408,6 @@ func TestRejectPart(t *testing.T) {
 		}
 		defer a.Close()
 		_, err = a.Tensor("w.second")
-		wantRule(t, err, 21, "other")
+		wantRule(t, err, 21, "not a regular file")
 	})
 }
