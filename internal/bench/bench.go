@@ -12,6 +12,7 @@ import (
 	"math"
 	"strconv"
 	"strings"
+	"time"
 
 	"ninfer/internal/engine"
 )
@@ -85,6 +86,8 @@ func ParseTests(prompts, gens, pairs string) ([]Test, error) {
 
 // Repetition is one measured run. Times are seconds.
 type Repetition struct {
+	Prepare float64 `json:"prepare_seconds"` // cutting the prompt
+	Vision  float64 `json:"vision_seconds"`  // prompts hold no pictures
 	Prefill float64 `json:"prefill_seconds"`
 	Decode  float64 `json:"decode_seconds"`
 	Total   float64 `json:"total_seconds"`
@@ -119,6 +122,9 @@ type Row struct {
 	Prefill     *Rate        `json:"prefill_tokens_per_second,omitzero"`
 	Decode      *Rate        `json:"decode_tokens_per_second,omitzero"`
 	Speculation Speculation  `json:"speculation"`
+	// On a GPU, see Roof.
+	PrefillRoof *Roofline `json:"prefill_roofline,omitzero"`
+	DecodeRoof  *Roofline `json:"decode_roofline,omitzero"`
 }
 
 // Options say how to measure.
@@ -136,12 +142,14 @@ func Run(ctx context.Context, b *engine.Batch, t Test, o Options) (Row, error) {
 	if len(o.Corpus) == 0 {
 		return row, errors.New("bench: empty corpus")
 	}
-	prompt := make([]int32, max(t.Prompt, 1))
-	for i := range prompt {
-		prompt[i] = o.Corpus[i%len(o.Corpus)]
-	}
 	var prefill, decode []float64
 	for i := range o.Warmup + o.Repetitions {
+		start := time.Now()
+		prompt := make([]int32, max(t.Prompt, 1))
+		for i := range prompt {
+			prompt[i] = o.Corpus[i%len(o.Corpus)]
+		}
+		prepare := time.Since(start)
 		out, err := b.Run(ctx, engine.Request{Prompt: prompt, MaxNew: t.Gen + 1, Draft: o.Draft})
 		if err == nil {
 			err = ctx.Err()
@@ -156,7 +164,7 @@ func Run(ctx context.Context, b *engine.Batch, t Test, o Options) (Row, error) {
 			continue
 		}
 		s := out.Stats
-		r := Repetition{Prefill: s.Prefill.Seconds(), Decode: s.Decode.Seconds(), Total: (s.Prefill + s.Decode).Seconds()}
+		r := Repetition{Prepare: prepare.Seconds(), Prefill: s.Prefill.Seconds(), Decode: s.Decode.Seconds(), Total: (prepare + s.Prefill + s.Decode).Seconds()}
 		if o.KeepIDs {
 			r.IDs = out.IDs
 		}

@@ -17,6 +17,7 @@ import (
 	"strings"
 	"text/tabwriter"
 
+	"ninfer/internal/backend"
 	"ninfer/internal/backend/cuda/device"
 	"ninfer/internal/bench"
 	"ninfer/internal/model"
@@ -63,7 +64,14 @@ type benchReport struct {
 	KVDtype   string      `json:"kv_dtype"`
 	Drafting  bool        `json:"drafting"`
 	Window    int         `json:"draft_window"`
+	State     string      `json:"gdn_state_dtype"`
 	Benchmark []bench.Row `json:"benchmarks,omitzero"`
+
+	// Of a GPU.
+	Driver string        `json:"driver_version,omitzero"`
+	CUDA   string        `json:"cuda_version,omitzero"`
+	Limit  float64       `json:"power_limit_watts,omitzero"`
+	Memory *bench.Ledger `json:"memory,omitzero"`
 
 	Stored    int64             `json:"device_weight_bytes,omitzero"` // of tensors on the GPU
 	Predicted int64             `json:"predicted_weight_bytes,omitzero"`
@@ -129,7 +137,15 @@ func (c *benchCommand) Run(e *environment) error {
 		return err
 	}
 	defer dev.Close()
-	report := c.report(l, &f, deviceName(dev))
+	report := c.report(l, &f, dev)
+	gpu, _ := dev.(*device.Device)
+	rate := 0.0
+	if gpu != nil {
+		if rate, err = gpu.ReadRate(); err != nil {
+			e.say("without a roofline: %v", err)
+		}
+		report.ReadGBps = rate / 1e9
+	}
 	for _, t := range tests {
 		e.say("%s: %d runs and %d before them", t.Name(), c.Repetitions, c.Warmup)
 		row, err := bench.Run(e.ctx, batch, t, bench.Options{
@@ -138,7 +154,16 @@ func (c *benchCommand) Run(e *environment) error {
 		if err != nil {
 			return err
 		}
+		if rate > 0 {
+			if err := row.Roof(m, gpu, bench.Formats{KV: f.cache(), BF16State: f.GDNStateDtype == "bf16"}, rate); err != nil {
+				return err
+			}
+		}
 		report.Benchmark = append(report.Benchmark, row)
+	}
+	if gpu != nil {
+		ledger := bench.LedgerOf(gpu, tests)
+		report.Memory = &ledger
 	}
 	return c.write(e, report)
 }
@@ -154,11 +179,18 @@ func (c *benchCommand) corpus(l *loaded) ([]int32, error) {
 	return corpus, nil
 }
 
-func (c *benchCommand) report(l *loaded, f *modelFlags, device string) benchReport {
-	return benchReport{
-		Device: device, Threads: runtime.GOMAXPROCS(0), Version: version(), Artifact: filepath.Base(l.store.File.Path()), Bytes: l.store.File.FileBytes(),
-		Context: f.MaxContext, KVDtype: f.KVDtype, Drafting: f.Spec != "", Window: f.DraftTokens,
+func (c *benchCommand) report(l *loaded, f *modelFlags, dev backend.Device) benchReport {
+	r := benchReport{
+		Device: deviceName(dev), Threads: runtime.GOMAXPROCS(0), Version: version(), Artifact: filepath.Base(l.store.File.Path()), Bytes: l.store.File.FileBytes(),
+		Context: f.MaxContext, KVDtype: f.KVDtype, Drafting: f.Spec != "", Window: f.DraftTokens, State: f.GDNStateDtype,
 	}
+	if gpu, ok := dev.(*device.Device); ok {
+		r.Driver, r.CUDA = gpu.Versions()
+		if s, ok := gpu.Status(); ok {
+			r.Limit = s.LimitWatts
+		}
+	}
+	return r
 }
 
 // depths measures decoding at given lengths without reading texts of them.
@@ -225,13 +257,15 @@ func (c *benchCommand) depth(e *environment, l *loaded, m *model.Model, f modelF
 			return err
 		}
 		if report.Device == "" {
-			*report = c.report(l, &f, dev.Name())
+			*report = c.report(l, &f, dev)
 			report.Stored, report.Predicted, report.ReadGBps = int64(dev.Stored()), bench.Resident(l.store.File.Directory(), f.Spec != ""), rate/1e9
 			if err := bench.CheckResident(report.Stored, report.Predicted); err != nil {
 				return err
 			}
 		}
 		report.Decode = append(report.Decode, row)
+		ledger := bench.LedgerOf(dev, []bench.Test{{Prompt: n, Gen: c.Steps}})
+		report.Memory = &ledger
 		e.say("%.1f us a step, %.1f on the GPU, floor %.1f: %.3f of %.0f GB/s, %.1f experts", row.Microseconds, row.GPU, row.Roof.FloorMs*1000, row.Roof.Ratio, row.Roof.ReadGBps, row.Roof.Distinct)
 	}
 	return nil
@@ -341,15 +375,28 @@ func (r benchReport) decodes(w io.Writer) error {
 }
 
 func (r benchReport) table(w io.Writer) error {
-	fmt.Fprintf(w, "%s, %d threads, ninfer %s\n%s, %d bytes, context %d, %s cache, drafts %d\n\n", r.Device, r.Threads, r.Version, r.Artifact, r.Bytes, r.Context, r.KVDtype, r.Window)
+	fmt.Fprintf(w, "%s, %d threads, ninfer %s\n%s, %d bytes, context %d, %s cache, drafts %d\n", r.Device, r.Threads, r.Version, r.Artifact, r.Bytes, r.Context, r.KVDtype, r.Window)
+	if m := r.Memory; m != nil {
+		fmt.Fprintf(w, "driver %s, CUDA %s, power limit %.0f W, memory read at %.0f GB/s\nweights %s, sequence %s of %s, workspace %s, GPU %s\n", r.Driver, r.CUDA, r.Limit,
+			r.ReadGBps, inUnits(m.Weights.Used), inUnits(m.Sequence.Peak), inUnits(m.Sequence.Capacity), inUnits(m.Workspace.Used), inUnits(m.Total))
+	}
+	fmt.Fprintln(w)
 	if r.Decode != nil {
 		return r.decodes(w)
 	}
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(t, "test\tprefill tokens/s\tdecode tokens/s\ttokens a round")
+	fmt.Fprint(t, "test\tprefill tokens/s\tdecode tokens/s\ttokens a round")
+	if r.ReadGBps > 0 {
+		fmt.Fprint(t, "\tof the floor\tpower W\tof\tMHz\tmemory")
+	}
+	fmt.Fprintln(t)
 	for _, row := range r.Benchmark {
 		p, d, l := cells(row)
-		fmt.Fprintf(t, "%s\t%s\t%s\t%s\n", row.Test, p, d, l)
+		fmt.Fprintf(t, "%s\t%s\t%s\t%s", row.Test, p, d, l)
+		if f := cmp.Or(row.DecodeRoof, row.PrefillRoof); f != nil {
+			fmt.Fprintf(t, "\t%.3f\t%.0f\t%.0f\t%d\t%d", f.Ratio, f.PowerWatts, f.LimitWatts, f.SMClock, f.MemClock)
+		}
+		fmt.Fprintln(t)
 		for i, x := range row.Repetitions {
 			if x.IDs != nil {
 				fmt.Fprintf(t, "ids of run %d: %s\n", i, strings.Trim(fmt.Sprint(x.IDs), "[]"))

@@ -80,6 +80,8 @@ type Device struct {
 	seq      backend.Seq
 	last     *step
 	bytes    uint64 // allocated on the device
+	reserved uint64 // of that, for images
+	cuda     string // the driver's version of CUDA
 	stored   uint64 // bytes of the tensors that it holds, in whatever form
 	gathered uint64 // rows of n-gram tables
 	missed   atomic.Uint64
@@ -141,6 +143,7 @@ func Open(opt Options) (*Device, error) {
 		_ = d.Close()
 		return nil, err
 	}
+	d.reserved, d.cuda = d.bytes, drv.Version().String()
 	return d, nil
 }
 

@@ -22,6 +22,7 @@ type step struct {
 	names   []string // what each of run is
 	bufs    []driver.Ptr
 	taken   []driver.Ptr // device memory to free
+	bytes   uint64       // of it
 	host    [][]byte     // pinned memory to free
 	uploads []func(*pass) error
 	pending []backend.Buf // of each streams buffer: 1 + the block output whose injection waits, 0 for none; while compiling
@@ -86,6 +87,7 @@ func (s *step) alloc(c *driver.Context, what string, bytes int) (driver.Ptr, err
 	p, err := s.d.alloc(c, what, uint64(bytes))
 	if err == nil {
 		s.taken = append(s.taken, p)
+		s.bytes += uint64(bytes)
 	}
 	return p, err
 }

@@ -3,6 +3,7 @@
 package nvml
 
 import (
+	"bytes"
 	"fmt"
 	"runtime"
 
@@ -13,6 +14,7 @@ import (
 type Library struct {
 	ld                               dynlib.Loader
 	byBus, name, power, limit, clock uintptr
+	driver                           uintptr // 0 where the library does not tell
 }
 
 // Device is a GPU as the library knows it.
@@ -51,10 +53,26 @@ func OpenWith(ld dynlib.Loader) (*Library, error) {
 			return nil, fmt.Errorf("nvml: %s has no %s", names[0], f.name)
 		}
 	}
+	l.driver = ld.Symbol(h, "nvmlSystemGetDriverVersion")
 	if r := ld.Call(start, nil); uint32(r) != 0 {
 		return nil, fmt.Errorf("nvml: nvmlInit_v2: error %d", uint32(r))
 	}
 	return l, nil
+}
+
+// DriverVersion is the version of the installed driver, empty if the library does not tell.
+func (l *Library) DriverVersion() string {
+	b := make([]byte, 80)
+	if l.driver == 0 || uint32(l.ld.Call(l.driver, []uintptr{dynlib.Address(&b[0]), uintptr(len(b))})) != 0 {
+		return ""
+	}
+	return text(b)
+}
+
+// text is the part of b before a zero byte.
+func text(b []byte) string {
+	t, _, _ := bytes.Cut(b, []byte{0})
+	return string(t)
 }
 
 // Device finds a GPU by its PCI bus id, the only name CUDA and NVML share.
@@ -75,12 +93,7 @@ func (d *Device) Name() (string, error) {
 	if r := uint32(d.l.ld.Call(d.l.name, []uintptr{d.h, dynlib.Address(&b[0]), uintptr(len(b))})); r != 0 {
 		return "", fmt.Errorf("nvml: nvmlDeviceGetName: error %d", r)
 	}
-	for i, c := range b {
-		if c == 0 {
-			return string(b[:i]), nil
-		}
-	}
-	return string(b), nil
+	return text(b), nil
 }
 
 // Status is a reading.

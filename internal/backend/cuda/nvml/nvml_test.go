@@ -30,6 +30,8 @@ func (f *fake) Call(fn uintptr, a []uintptr) uintptr {
 		return f.init
 	case "nvmlDeviceGetName":
 		*(*[4]byte)(*(*unsafe.Pointer)(unsafe.Pointer(&a[1]))) = [4]byte{'H', '2', '0', '0'}
+	case "nvmlSystemGetDriverVersion":
+		*(*[8]byte)(*(*unsafe.Pointer)(unsafe.Pointer(&a[0]))) = [8]byte{'5', '8', '0', '.', '9', '5'}
 	case "nvmlDeviceGetPowerUsage":
 		put(a[1], 345600)
 	case "nvmlDeviceGetEnforcedPowerLimit":
@@ -51,6 +53,12 @@ func TestRead(t *testing.T) {
 	}
 	if s := d.Read(); s != (Status{PowerWatts: 345.6, SMClockMHz: 1980, MemoryMHz: 3201}) {
 		t.Errorf("status %+v", s)
+	}
+	if v := l.DriverVersion(); v != "580.95" {
+		t.Errorf("driver %q", v)
+	}
+	if l, err := OpenWith(&fake{missing: "nvmlSystemGetDriverVersion"}); err != nil || l.DriverVersion() != "" {
+		t.Errorf("a library that does not tell the driver's version: %v", err)
 	}
 	if n, err := d.Name(); n != "H200" || err != nil {
 		t.Errorf("name %q, %v", n, err)

@@ -1,0 +1,54 @@
+package device
+
+import (
+	"ninfer/internal/backend"
+	"ninfer/internal/backend/cuda/nvml"
+)
+
+// Ledger is what a device's memory went to, in bytes.
+type Ledger struct {
+	Total     uint64 // of the GPU
+	Weights   uint64
+	Sequences uint64 // room for all images
+	Workspace uint64 // activations and control blocks of the compiled steps, scratch
+}
+
+// Ledger tells what the memory that the device has allocated is for.
+func (d *Device) Ledger() Ledger {
+	l := Ledger{Total: d.owner.Device().Memory, Sequences: d.reserved, Workspace: d.tempSize}
+	for _, s := range d.steps {
+		l.Workspace += s.bytes
+	}
+	l.Weights = d.bytes - l.Sequences - l.Workspace
+	return l
+}
+
+// SequenceBytes is what an image of so many tokens takes of the room for it.
+func (d *Device) SequenceBytes(tokens int) (n uint64) {
+	for id, s := range d.opt.States {
+		p := &d.states[id]
+		if p.at == 0 {
+			continue
+		}
+		values := p.values
+		switch s.Kind {
+		case backend.PerToken:
+			values = uint64(tokens * s.Width)
+		case backend.PerBlock:
+			values = uint64(tokens / s.Ratio * s.Width)
+		}
+		n += values * p.element
+		if p.group > 0 {
+			n += values / p.group * 2
+		}
+	}
+	return n
+}
+
+// Versions are those of the driver, empty where the machine has no management library, and of CUDA as the driver supports it.
+func (d *Device) Versions() (driver, cuda string) {
+	if l, err := nvml.Open(); err == nil {
+		driver = l.DriverVersion()
+	}
+	return driver, d.cuda
+}
