@@ -2,6 +2,7 @@ package engine
 
 import (
 	"slices"
+	"sync"
 
 	"ninfer/internal/backend"
 	"ninfer/internal/model"
@@ -31,8 +32,9 @@ func round(r *model.Runner, gs []*generation) error {
 	if err != nil {
 		return err
 	}
+	accepted := acceptAll(gs, res, drafts)
 	for i, g := range gs {
-		kept := g.settle(res.Lanes[i], drafts[i])
+		kept := g.settle(res.Lanes[i], drafts[i], accepted[i])
 		if kind == backend.Verify {
 			if err := r.Dev.Commit(g.lane, kept); err != nil {
 				return err
@@ -40,6 +42,22 @@ func round(r *model.Runner, gs []*generation) error {
 		}
 	}
 	return nil
+}
+
+// acceptAll is accept for all generations. Those that draw look at every logit: they do so side by side.
+func acceptAll(gs []*generation, res backend.Result, drafts [][]int32) [][]int32 {
+	accepted := make([][]int32, len(gs))
+	var others sync.WaitGroup
+	for i, g := range gs {
+		accept := func() { accepted[i] = g.accept(res.Lanes[i], drafts[i]) }
+		if g.req.Sampling.Greedy() || i == len(gs)-1 {
+			accept()
+			continue
+		}
+		others.Go(accept)
+	}
+	others.Wait()
+	return accepted
 }
 
 // draft returns each generation's drafts: the first of all in one pass, together with the rows that the drafter has not seen, and
@@ -101,10 +119,9 @@ func (g *generation) scripted() []int32 {
 	return g.req.Drafter(g.out.IDs, g.drafts)
 }
 
-// settle keeps what stands of a round and returns how many of its rows the image keeps: those whose successor is in the output. The last
+// settle keeps what stands of a round, given what was accepted, and returns how many of its rows the image keeps: those whose successor is in the output. The last
 // token kept, and what was inserted after it, has yet to run.
-func (g *generation) settle(res backend.LaneResult, drafts []int32) int {
-	accepted := g.accept(res, drafts)
+func (g *generation) settle(res backend.LaneResult, drafts, accepted []int32) int {
 	kept, insert, err := g.keep(accepted, res.Logits)
 	g.err = err
 	if g.req.Draft > 0 {

@@ -1,7 +1,6 @@
 package engine
 
 import (
-	"cmp"
 	"math"
 	"slices"
 
@@ -75,27 +74,28 @@ func (s *sampler) filter(logits []float32) []candidate {
 	if limit <= 0 || limit > TopKLimit {
 		limit = TopKLimit
 	}
-	order := func(a, b candidate) int {
-		if c := cmp.Compare(b.value, a.value); c != 0 {
-			return c
-		}
-		return cmp.Compare(a.id, b.id)
-	}
+	logits = logits[:min(s.ids, len(logits))]
 	list := s.list[:0]
-	for id := range int32(min(s.ids, len(logits))) {
-		v := num.RoundBF16(float64(logits[id]))
-		if n := s.counts[id]; n > 0 {
-			v -= s.Presence + s.Frequency*float64(n)
+	// Tokens that were generated have values of their own; among the many others only what may exceed the last of a full list is looked at.
+	for id, n := range s.counts {
+		if n > 0 && int(id) < len(logits) {
+			list = insert(list, limit, candidate{id: id, value: num.RoundBF16(float64(logits[id])) - s.Presence - s.Frequency*float64(n)})
 		}
-		if len(list) == limit && !(v > list[limit-1].value) || math.IsNaN(v) {
-			continue
+	}
+	floor := floorOf(list, limit)
+	for first := 0; first < len(logits); first += 8 {
+		if first+8 <= len(logits) {
+			l := (*[8]float32)(logits[first:])
+			if l[0] <= floor && l[1] <= floor && l[2] <= floor && l[3] <= floor && l[4] <= floor && l[5] <= floor && l[6] <= floor && l[7] <= floor {
+				continue
+			}
 		}
-		c := candidate{id: id, value: v}
-		at, _ := slices.BinarySearchFunc(list, c, order)
-		if len(list) == limit {
-			list = list[:limit-1]
+		for i, v := range logits[first:min(first+8, len(logits))] {
+			if id := int32(first + i); v > floor && s.counts[id] <= 0 {
+				list = insert(list, limit, candidate{id: id, value: num.RoundBF16(float64(v))})
+				floor = floorOf(list, limit)
+			}
 		}
-		list = slices.Insert(list, at, c)
 	}
 	s.list = list
 	if len(list) == 0 {
@@ -122,6 +122,30 @@ func (s *sampler) filter(logits []float32) []candidate {
 		}
 	}
 	return list
+}
+
+// insert keeps the best candidates in order: the larger value, then the lower id. A value that is no number is none.
+func insert(list []candidate, limit int, c candidate) []candidate {
+	at := len(list)
+	for at > 0 && (c.value > list[at-1].value || c.value == list[at-1].value && c.id < list[at-1].id) {
+		at--
+	}
+	if at == limit || math.IsNaN(c.value) {
+		return list
+	}
+	if len(list) == limit {
+		list = list[:limit-1]
+	}
+	return slices.Insert(list, at, c)
+}
+
+// floorOf is a bound that a logit must exceed to get into the list: rounded it is not above the last one's value otherwise, nor a tie.
+func floorOf(list []candidate, limit int) float32 {
+	if len(list) < limit {
+		return float32(math.Inf(-1))
+	}
+	last := float32(list[limit-1].value)
+	return last - max(float32(math.Abs(float64(last)))/64, 0x1p-120) // more than the distance to the BF16 value below
 }
 
 // draw takes one of the candidates, except the given id, with probability proportional to weight. u is uniform in [0, 1).

@@ -75,8 +75,11 @@ func TestFilter(t *testing.T) {
 		logits := make([]float32, 60)
 		for i := range logits {
 			logits[i] = float32(rng.NormFloat64() * 3)
-			if rng.IntN(4) == 0 {
+			switch rng.IntN(8) {
+			case 0, 1:
 				logits[i] = 2 // ties
+			case 2: // in BF16 too: half a step and less below and above
+				logits[i] = 2 + float32(rng.IntN(9)-4)*0x1p-10
 			}
 		}
 		s := Sampling{Temperature: 0.3 + 2*rng.Float64(), TopP: float64(rng.IntN(5)) / 4, TopK: rng.IntN(21), MinP: float64(rng.IntN(3)) / 10, Presence: float64(rng.IntN(3)), Frequency: rng.Float64()}
