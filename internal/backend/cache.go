@@ -1,9 +1,5 @@
 package backend
 
-// PageTokens is the number of tokens of a page: what an image takes from a device's pool at a time, in all its PerToken and PerBlock
-// states together.
-const PageTokens = 64
-
 // Cache is what a device keeps keys and values in.
 type Cache uint8
 
@@ -19,9 +15,3 @@ const (
 )
 
 func (c Cache) String() string { return [...]string{"full", "bf16", "fp8"}[c] }
-
-// Paged is a device whose images share a pool of pages.
-type Paged interface {
-	// Pages tells how many pages images hold, shared ones once, and how many there are.
-	Pages() (used, all int)
-}

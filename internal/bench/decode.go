@@ -51,7 +51,14 @@ type DecodeRow struct {
 	TableRows   uint64              `json:"table_rows"`
 	TableMissed uint64              `json:"table_rows_missed"`
 	Roof        Roofline            `json:"roofline"`
+	Engine      EngineRow           `json:"engine,omitzero"`
 	Kernels     []device.KernelTime `json:"kernels,omitzero"`
+}
+
+// EngineRow is what a round of as many sequences takes through the engine, if that was asked for.
+type EngineRow struct {
+	Greedy ThroughRow `json:"greedy"`
+	Drawn  ThroughRow `json:"drawn"`
 }
 
 // Measure runs a Decode on a device with room for it. readRate is the rate of the read stream in this run, in bytes a second; it is

@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"bytes"
 	"cmp"
+	"context"
 	"encoding/csv"
 	"encoding/json/jsontext"
 	"encoding/json/v2"
@@ -16,10 +17,12 @@ import (
 	"strconv"
 	"strings"
 	"text/tabwriter"
+	"time"
 
 	"ninfer/internal/backend"
 	"ninfer/internal/backend/cuda/device"
 	"ninfer/internal/bench"
+	"ninfer/internal/engine"
 	"ninfer/internal/model"
 )
 
@@ -48,6 +51,7 @@ type benchCommand struct {
 	Batch   string `default:"1" placeholder:"LIST" help:"Of --depth: so many sequences at a time."`
 	Steps   int    `default:"256" placeholder:"N" help:"Of --depth: steps of a run."`
 	Kernels bool   `help:"Of --depth: also what each kind of kernel costs."`
+	Engine  bool   `help:"Of --depth: also through the engine, which reads prompts of these lengths; greedy and drawn."`
 
 	Output     string `short:"o" default:"table" enum:"table,json,csv" placeholder:"F" help:"table, json or csv."`
 	OutputFile string `placeholder:"PATH" help:"Write the report there; its folder is created."`
@@ -210,7 +214,11 @@ func (c *benchCommand) depths(e *environment) error {
 		return usagef("--steps is %d, need at least 1", c.Steps)
 	}
 	const beyond = 64 // steps that are launched outside of the time
-	f, err := c.flags([]bench.Test{{Prompt: slices.Max(lengths), Gen: c.Steps + beyond}})
+	longest := bench.Test{Prompt: slices.Max(lengths), Gen: c.Steps + beyond}
+	if c.Engine {
+		longest.Gen = max(longest.Gen, c.through(longest.Prompt, slices.Max(batches)).MostNew())
+	}
+	f, err := c.flags([]bench.Test{longest})
 	if err != nil {
 		return err
 	}
@@ -242,7 +250,15 @@ func (c *benchCommand) depths(e *environment) error {
 
 // depth measures a batch size at all lengths on a device of its own, since room for a batch of the longest may be more than there is.
 func (c *benchCommand) depth(e *environment, l *loaded, m *model.Model, f modelFlags, batch int, lengths []int, corpus []int32, report *benchReport) error {
-	opened, _, err := f.open(e, m, batch)
+	f.KVCapacity = strconv.Itoa(batch * pagesOf(f.MaxContext) * engine.PageTokens)
+	var b *engine.Batch
+	var opened backend.Device
+	var err error
+	if c.Engine {
+		b, opened, err = f.engine(e, m, batch, batch)
+	} else {
+		opened, _, err = f.open(e, m, batch)
+	}
 	if err != nil {
 		return err
 	}
@@ -267,7 +283,42 @@ func (c *benchCommand) depth(e *environment, l *loaded, m *model.Model, f modelF
 		ledger := bench.LedgerOf(dev, []bench.Test{{Prompt: n, Gen: c.Steps}})
 		report.Memory = &ledger
 		e.say("%.1f us a step, %.1f on the GPU, floor %.1f: %.3f of %.0f GB/s, %.1f experts", row.Microseconds, row.GPU, row.Roof.FloorMs*1000, row.Roof.Ratio, row.Roof.ReadGBps, row.Roof.Distinct)
+		if c.Engine {
+			if err := c.byEngine(e, b, dev, &report.Decode[len(report.Decode)-1], corpus); err != nil {
+				return err
+			}
+		}
 	}
+	return nil
+}
+
+func (c *benchCommand) through(prompt, batch int) bench.Through {
+	return bench.Through{Prompt: prompt, Batch: batch, Steps: c.Steps}
+}
+
+// byEngine adds to a row what its rounds take through the engine.
+func (c *benchCommand) byEngine(e *environment, b *engine.Batch, dev backend.Device, row *bench.DecodeRow, corpus []int32) error {
+	for i := range row.Batch { // the steps have filled them
+		if err := dev.Reset(backend.Lane(i)); err != nil {
+			return err
+		}
+	}
+	t := c.through(row.Context, row.Batch)
+	for _, way := range []struct {
+		to       *bench.ThroughRow
+		sampling engine.Sampling
+	}{{&row.Engine.Greedy, engine.Sampling{}}, {&row.Engine.Drawn, engine.Sampling{Temperature: 1, TopP: 0.95, TopK: engine.TopKLimit, Presence: 1.5}}} {
+		q := engine.NewQueue(b, row.Batch, time.Hour)
+		t.Sampling = way.sampling
+		var err error
+		*way.to, err = t.Measure(e.ctx, q, corpus)
+		q.Drain(context.Background()) // the device is free after it
+		if err != nil {
+			return err
+		}
+	}
+	g, d := row.Engine.Greedy, row.Engine.Drawn
+	e.say("through the engine %.1f us a round greedy, %.1f drawn: %.3f and %.3f times the step", g.Microseconds, d.Microseconds, g.Microseconds/row.Microseconds, d.Microseconds/row.Microseconds)
 	return nil
 }
 

@@ -15,20 +15,22 @@ import (
 // takes room.
 const gpuChunk = 128
 
-// open returns a device and the most rows of a prompt's pass on it: lanes with room for the context, a round's rows, and a prompt's chunk
+// open returns a device, which on a GPU with --kv-capacity auto has yet to be given its pool, and the most rows of a prompt's pass on it: lanes with room for the context, a round's rows, and a prompt's chunk
 // waiting for the drafter. Without --device it is the GPU if there is one.
 func (f *modelFlags) open(e *environment, m *model.Model, lanes int) (backend.Device, int, error) {
 	if f.Device != "cpu" {
 		chunk := min(f.chunk(), gpuChunk)
 		d, err := device.Open(device.Options{
 			States: m.States, Lanes: lanes, Tokens: f.MaxContext, Verify: f.round(), Carry: chunk + f.round(), Ordinal: f.ordinal(), NoGraph: f.NoCUDAGraph,
-			Made: f.made, KV: f.cache(), BF16State: f.GDNStateDtype == "bf16", Reserve: uint64(f.reserve),
+			Made: f.made, KV: f.cache(), BF16State: f.GDNStateDtype == "bf16", Reserve: uint64(f.reserve), Pages: device.Unstocked,
 		})
 		if err == nil {
-			if f.pool = (pool{pages: f.pages(), lanes: lanes}); f.pool.pages == 0 {
-				f.pool.pages = lanes * pagesOf(f.MaxContext) // every lane has room for a full context
+			if f.pages() > 0 { // auto waits for the weights
+				if err := f.stock(d, lanes); err != nil {
+					d.Close()
+					return nil, 0, err
+				}
 			}
-			f.pool.lanes = f.clamped(lanes, f.pool.pages)
 			f.milestone(e, "running on %s: prompts go through the kernels of decoding, which is slow", d.Name())
 			return d, chunk, nil
 		}
@@ -48,6 +50,24 @@ func (f *modelFlags) open(e *environment, m *model.Model, lanes int) (backend.De
 	}
 	opt.Lanes, opt.Pages = f.pool.lanes, f.pool.pages
 	return cpu.NewFast(opt), f.chunk(), nil
+}
+
+// stock gives a GPU its pool: what --kv-capacity says, if weights fit beside it, or with auto what is left once they are there.
+func (f *modelFlags) stock(d *device.Device, lanes int) error {
+	room, err := d.Room()
+	if err != nil {
+		return err
+	}
+	p := pool{lanes: lanes, page: int64(d.PageBytes()), fixed: int64(d.Bytes() - d.Stored()), known: true, gpu: true, weights: int64(d.Stored())}
+	p.available = int64(room) + f.reserve + p.fixed + p.weights
+	if f.pages() > 0 && p.weights == 0 {
+		p.weights = f.weights
+	}
+	if err := f.divide(&p); err != nil {
+		return err
+	}
+	f.pool = p
+	return d.Stock(p.pages)
 }
 
 // cache is what keys and values are kept in.

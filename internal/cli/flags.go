@@ -104,8 +104,20 @@ func (f *modelFlags) engine(e *environment, m *model.Model, lanes, pending int) 
 	if err != nil {
 		return nil, nil, err
 	}
+	r := model.NewRunner(m, dev, chunk)
+	r.Lanes, r.Round = lanes, f.round()
+	if err := r.Prepare(); err != nil {
+		dev.Close()
+		return nil, nil, err
+	}
+	if d, ok := dev.(*device.Device); ok && f.pages() == 0 {
+		if err := f.stock(d, lanes); err != nil {
+			dev.Close()
+			return nil, nil, err
+		}
+	}
 	lanes = f.pool.lanes
-	b, err := engine.NewBatch(model.NewRunner(m, dev, chunk), engine.BatchOptions{
+	b, err := engine.NewBatch(r, engine.BatchOptions{
 		Limits:  engine.Limits{Lanes: lanes, Pages: f.pool.pages, Pending: pending, GapRows: min(chunk, gapRows), Passes: lanes},
 		Context: f.MaxContext, Adaptive: f.DraftPolicy == "adaptive",
 	})

@@ -38,14 +38,13 @@ func (f *reserveFlags) apply(m *modelFlags) error {
 	return nil
 }
 
-// pool is how a device's memory is shared out: so many pages among so many lanes. The bytes are those of the CPU backend; a GPU tells only
-// pages and lanes.
+// pool is how a device's memory is shared out: so many pages among so many lanes.
 type pool struct {
 	pages, lanes int
 
-	page, fixed                        int64 // bytes of a page; of what sequences have beside pages
+	page, fixed                        int64 // bytes of a page; of what sequences, on a GPU activations too, have beside pages
 	available, reserve, slack, weights int64 // known is false where nobody knows what is available
-	known                              bool
+	known, gpu                         bool  // gpu: weights are there, or must fit
 }
 
 // pages are those that --kv-capacity asks for, 0 of auto.
@@ -70,46 +69,53 @@ func (f *modelFlags) clamped(lanes, pages int) int {
 // share decides on a pool in the memory of the CPU (product.md 9.5).
 func (f *modelFlags) share(opt cpu.Options, available int64, known bool) (pool, error) {
 	s := opt.Sizes()
-	p := pool{
-		pages: f.pages(), lanes: opt.Lanes, page: s.Page, fixed: int64(opt.Lanes)*(s.Image+s.Lane) + int64(opt.Saved)*s.Image,
-		available: available, known: known, reserve: f.reserve,
+	p := pool{lanes: opt.Lanes, page: s.Page, fixed: int64(opt.Lanes)*(s.Image+s.Lane) + int64(opt.Saved)*s.Image, available: available, known: known}
+	if f.pages() == 0 && known {
+		p.weights = f.weights
 	}
+	err := f.divide(&p)
+	return p, err
+}
+
+// divide decides on the pages and lanes of a pool in the memory that it tells of.
+func (f *modelFlags) divide(p *pool) error {
+	p.pages, p.reserve = f.pages(), f.reserve
 	full := pagesOf(f.MaxContext)
-	least, most := max(full, opt.Lanes), opt.Lanes*full
+	least, most := max(full, p.lanes), p.lanes*full
 	auto := p.pages == 0
 	switch {
-	case auto && !known:
+	case auto && !p.known:
 		p.pages = most
 	case auto:
-		p.slack, p.weights = f.slack, f.weights
-		p.pages = int(min(int64(most), (available-p.reserve-p.slack-p.weights-p.fixed)/p.page))
+		p.slack = f.slack
+		p.pages = int(min(int64(most), (p.available-p.reserve-p.slack-p.weights-p.fixed)/p.page))
 	default:
 		least = p.pages
 	}
-	if need := p.reserve + p.slack + p.weights + p.fixed + int64(least)*p.page; known && need > available {
+	if need := p.reserve + p.slack + p.weights + p.fixed + int64(least)*p.page; p.known && need > p.available {
 		hint := "a smaller --max-context or --max-concurrency, --kv-dtype fp8, --gdn-state-dtype bf16"
 		switch {
 		case !auto && least > full:
 			hint = "a smaller --kv-capacity, or auto; " + hint
 		case auto:
-			hint += ", a smaller --kv-slack-floor-mib, or a number for --kv-capacity, which does not ask for weights to stay in memory"
+			hint += ", a smaller --kv-slack-floor-mib"
+			if !p.gpu {
+				hint += ", or a number for --kv-capacity, which does not ask for weights to stay in memory"
+			}
 		}
 		if p.reserve > 0 {
 			hint += "; a smaller --desktop-reserve-mib"
 		}
-		return p, hintedError{fmt.Errorf("memory: %d bytes short: a pool of %d pages takes %s and sequences %s beside it, %s go to weights, %s stay free, %s are available",
-			need-available, least, inUnits(int64(least)*p.page), inUnits(p.fixed), inUnits(p.weights), inUnits(p.reserve+p.slack), inUnits(available)), hint}
+		return hintedError{fmt.Errorf("memory: %d bytes short: a pool of %d pages takes %s and sequences %s beside it, %s go to weights, %s stay free, %s are available",
+			need-p.available, least, inUnits(int64(least)*p.page), inUnits(p.fixed), inUnits(p.weights), inUnits(p.reserve+p.slack), inUnits(p.available)), hint}
 	}
 	p.lanes = f.clamped(p.lanes, p.pages)
-	return p, nil
+	return nil
 }
 
 // report is the ledger as a log line has it.
 func (p pool) report() []any {
 	out := []any{"pages", p.pages, "tokens", p.pages * engine.PageTokens}
-	if p.page == 0 {
-		return out
-	}
 	out = append(out, "a page", inUnits(p.page), "pool", inUnits(int64(p.pages)*p.page), "sequences beside it", inUnits(p.fixed))
 	if p.known {
 		out = append(out, "available", inUnits(p.available), "left to others", inUnits(p.reserve))

@@ -15,6 +15,9 @@ type Runner struct {
 	Dev   backend.Device
 	Chunk int  // most rows of a prefill pass
 	Taps  bool // trace every layer's streams
+	// Lanes and Round, if set, are the most lanes of a pass and the most rows of a lane in a decoding round: then one program of each kind
+	// serves all sizes, and Prepare can compile them all.
+	Lanes, Round int
 
 	steps map[stepKey]backend.Step
 }
@@ -37,26 +40,60 @@ func (r *Runner) Launch(kind backend.Kind, c *backend.Control) (backend.Result, 
 	for _, l := range c.Lanes {
 		rows += len(l.Tokens)
 	}
-	key := stepKey{kind, len(c.Lanes), rows}
-	if kind == backend.Prefill || kind == backend.Seed || kind == backend.Draft {
-		key.rows = max(rows, r.Chunk)
-	}
-	step, ok := r.steps[key]
-	if !ok {
-		p, err := r.Model.Program(backend.Pass{Kind: kind, Lanes: key.lanes, Rows: key.rows}, r.Taps)
-		if err != nil {
-			return backend.Result{}, err
-		}
-		if step, err = r.Dev.Compile(p); err != nil {
-			return backend.Result{}, err
-		}
-		r.steps[key] = step
+	step, err := r.step(kind, len(c.Lanes), rows)
+	if err != nil {
+		return backend.Result{}, err
 	}
 	seq, err := r.Dev.Launch(step, c)
 	if err != nil {
 		return backend.Result{}, err
 	}
 	return r.Dev.Wait(seq)
+}
+
+// step is the program for a pass of so many lanes and rows, compiled if it is the first.
+func (r *Runner) step(kind backend.Kind, lanes, rows int) (backend.Step, error) {
+	key := stepKey{kind, lanes, rows}
+	if kind != backend.Prefill {
+		key.lanes = max(lanes, r.Lanes)
+	}
+	switch {
+	case kind == backend.Prefill || kind == backend.Seed || kind == backend.Draft && r.Round == 0:
+		key.rows = max(rows, r.Chunk)
+	case kind == backend.Decode:
+		key.rows = max(rows, r.Lanes)
+	default:
+		key.rows = max(rows, r.Lanes*r.Round)
+	}
+	if step, ok := r.steps[key]; ok {
+		return step, nil
+	}
+	p, err := r.Model.Program(backend.Pass{Kind: kind, Lanes: key.lanes, Rows: key.rows}, r.Taps)
+	if err != nil {
+		return nil, err
+	}
+	step, err := r.Dev.Compile(p)
+	if err == nil {
+		r.steps[key] = step
+	}
+	return step, err
+}
+
+// Prepare compiles the programs of all passes up to Lanes and Round, so that none needs memory or weights later.
+func (r *Runner) Prepare() error {
+	kinds := []backend.Kind{backend.Prefill, backend.Decode}
+	if r.Round > 1 {
+		kinds = append(kinds, backend.Verify)
+	}
+	if r.Model.mtp != nil {
+		kinds = append(kinds, backend.Draft, backend.Seed)
+	}
+	for _, k := range kinds {
+		if _, err := r.step(k, 1, 1); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // Positions are the rotary positions of n text tokens of which the first stands at position at.
@@ -105,10 +142,7 @@ func (r *Runner) Prompt(in backend.LaneRows) (backend.LaneResult, error) {
 		}
 		out.Picks = append(out.Picks, res.Lanes[0].Picks...)
 		for _, row := range res.Lanes[0].Logits {
-			if end < n { // the next chunk may overwrite it
-				row = slices.Clone(row)
-			}
-			out.Logits = append(out.Logits, row)
+			out.Logits = append(out.Logits, slices.Clone(row)) // the next launch may overwrite it
 		}
 		if err := r.Seed(in.Lane, part.Tokens[1:]); err != nil {
 			return out, err

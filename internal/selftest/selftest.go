@@ -243,7 +243,7 @@ func (t *test) target(r *model.Runner) ([][]float32, error) {
 	if err != nil {
 		return nil, err
 	}
-	logits := res.Lanes[0].Logits
+	logits := cloned(res.Lanes[0].Logits)
 	want, err := t.g.rows(t.line.Case+".logits", n)
 	if err != nil {
 		return nil, err
@@ -292,6 +292,14 @@ func differing[T any](want, got []T, equal func(a, b T) bool) int {
 	return n
 }
 
+// cloned are rows that the next launch does not overwrite.
+func cloned(rows [][]float32) (out [][]float32) {
+	for _, row := range rows {
+		out = append(out, slices.Clone(row))
+	}
+	return out
+}
+
 // drafter runs the MTP head over the prompt, teacher-forced, then the chained drafts, each from the recorded one before it.
 func (t *test) drafter(r *model.Runner) ([][]float32, error) {
 	n := len(t.c.Tokens)
@@ -300,7 +308,7 @@ func (t *test) drafter(r *model.Runner) ([][]float32, error) {
 		if err != nil {
 			return nil, err
 		}
-		return res.Lanes[0].Logits, nil
+		return cloned(res.Lanes[0].Logits), nil
 	}
 	got, err := launch(backend.LaneRows{Tokens: t.c.Tokens[1:], Want: backend.WantLogitsAll})
 	if err != nil {

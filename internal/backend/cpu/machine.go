@@ -63,7 +63,7 @@ type machine[T value] struct {
 	ops    operations[T]
 	lanes  []*image[T]
 	saved  []*image[T]
-	pages  ledger
+	pages  backend.Pool
 	planes []*plane[T] // by state, nil of Fixed and Carried ones
 	seq    backend.Seq
 	result backend.Result
@@ -91,9 +91,9 @@ func newMachine[T value](opt Options, ops operations[T]) *machine[T] {
 	m := &machine[T]{opt: opt, ops: ops}
 	pages := opt.Pages
 	if pages == 0 {
-		pages = (opt.Lanes + opt.Saved) * pagesOf(opt.Tokens)
+		pages = (opt.Lanes + opt.Saved) * backend.PagesOf(opt.Tokens)
 	}
-	m.pages = newLedger(pages)
+	m.pages = backend.NewPool(pages)
 	for _, s := range opt.States {
 		var p *plane[T]
 		if s.Kind == backend.PerToken || s.Kind == backend.PerBlock {
@@ -114,7 +114,7 @@ func newMachine[T value](opt Options, ops operations[T]) *machine[T] {
 }
 
 func (m *machine[T]) newImage(lane bool) *image[T] {
-	img := &image[T]{table: make([]int32, 0, pagesOf(m.opt.Tokens))}
+	img := &image[T]{table: make([]int32, 0, backend.PagesOf(m.opt.Tokens))}
 	for _, s := range m.opt.States {
 		var state, records []T
 		var half []uint16
@@ -146,29 +146,6 @@ func (m *machine[T]) live(img *image[T], s backend.State) int {
 		return img.carried * s.Width
 	}
 	return s.Rows * s.Width
-}
-
-// pagesOf is the number of pages that hold so many tokens.
-func pagesOf(tokens int) int { return (tokens + backend.PageTokens - 1) / backend.PageTokens }
-
-// grow gives an image pages for so many tokens.
-func (m *machine[T]) grow(img *image[T], tokens int) error {
-	for len(img.table) < pagesOf(tokens) {
-		page, err := m.pages.take()
-		if err != nil {
-			return err
-		}
-		img.table = append(img.table, page)
-	}
-	return nil
-}
-
-// shrink takes all pages from an image.
-func (m *machine[T]) shrink(img *image[T]) {
-	for _, page := range img.table {
-		m.pages.release(page)
-	}
-	img.table = img.table[:0]
 }
 
 // flush folds the kept records into the image and forgets drafts.
@@ -378,7 +355,8 @@ func (p *pass[T]) begin(c *backend.Control) error {
 		if base+n > p.m.opt.Tokens {
 			return fmt.Errorf("lane %d: %d tokens do not fit an image of %d", in.Lane, base+n, p.m.opt.Tokens)
 		}
-		if err := p.m.grow(img, base+n); err != nil {
+		var err error
+		if img.table, err = p.m.pages.Grow(img.table, base+n); err != nil {
 			return fmt.Errorf("lane %d: %w", in.Lane, err)
 		}
 		p.lanes = append(p.lanes, lane[T]{img: img, in: in, first: len(p.rows), base: base})
@@ -491,7 +469,7 @@ func (m *machine[T]) Reset(i backend.Image) error {
 // empty takes an image's rows and gives the Fixed states their initial values.
 func (m *machine[T]) empty(img *image[T]) {
 	img.length, img.carried, img.keep, img.chained, img.chain = 0, 0, 0, 0, img.chain[:0]
-	m.shrink(img)
+	img.table = m.pages.Shrink(img.table, 0)
 	for id, s := range m.opt.States {
 		if s.Kind != backend.Fixed {
 			continue
@@ -517,18 +495,12 @@ func (m *machine[T]) Move(dst, src backend.Image) error {
 		return nil
 	}
 	// Pages whose rows both clocks have left behind are shared, the others copied.
-	shared := (s.length - s.carried) / backend.PageTokens
-	live := pagesOf(s.length)
-	for _, page := range s.table[:shared] {
-		m.pages.held[page]++
-	}
-	m.shrink(d)
-	d.table = append(d.table, s.table[:shared]...)
-	if err := m.grow(d, s.length); err != nil {
+	var shared int
+	if d.table, shared, err = m.pages.Copy(d.table, s.table, s.length-s.carried, s.length); err != nil {
 		m.empty(d)
 		return fmt.Errorf("cpu: move %+v to %+v: %w", src, dst, err)
 	}
-	for i := shared; i < live; i++ {
+	for i := shared; i < len(d.table); i++ {
 		for _, p := range m.planes {
 			if p != nil {
 				p.copy(d.table[i], s.table[i])
@@ -547,9 +519,7 @@ func (m *machine[T]) Move(dst, src backend.Image) error {
 }
 
 // Pages tells how many pages images hold, shared ones once, and how many there are.
-func (m *machine[T]) Pages() (used, all int) {
-	return len(m.pages.held) - len(m.pages.free), len(m.pages.held)
-}
+func (m *machine[T]) Pages() (used, all int) { return m.pages.Pages() }
 
 // WeightBytes is how many bytes of weights a fast device has read for products so far: a matrix, of experts those that were chosen, once
 // a pass however many rows use it. The oracle does not count.

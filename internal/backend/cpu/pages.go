@@ -1,44 +1,11 @@
 package cpu
 
 import (
-	"fmt"
 	"math"
 
 	"ninfer/internal/backend"
 	"ninfer/internal/num"
 )
-
-// ledger hands out pages of backend.PageTokens tokens and counts the images that hold each. A page that several images hold is never
-// written: it has only rows that neither clock will reach again.
-type ledger struct {
-	free []int32 // taken from the end
-	held []int32 // by how many images
-}
-
-func newLedger(pages int) ledger {
-	l := ledger{free: make([]int32, pages), held: make([]int32, pages)}
-	for i := range l.free {
-		l.free[i] = int32(pages - 1 - i)
-	}
-	return l
-}
-
-func (l *ledger) take() (int32, error) {
-	n := len(l.free)
-	if n == 0 {
-		return 0, fmt.Errorf("no page is free: images hold all %d", len(l.held))
-	}
-	page := l.free[n-1]
-	l.free = l.free[:n-1]
-	l.held[page] = 1
-	return page, nil
-}
-
-func (l *ledger) release(page int32) {
-	if l.held[page]--; l.held[page] == 0 {
-		l.free = append(l.free, page)
-	}
-}
 
 // plane is the memory of a PerToken or PerBlock state: a row for each token, or for each block of ratio tokens, in pages. A block lies
 // in the page of its last token.

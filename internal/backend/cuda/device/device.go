@@ -36,6 +36,7 @@ type Options struct {
 	Tokens int
 	Verify int
 	Carry  int
+	Pages  int // Unstocked leaves the pool to Stock
 
 	KV        backend.Cache // BF16 unless it is CacheFP8
 	BF16State bool          // keep delta-net matrices in BF16 instead of FP32
@@ -54,6 +55,9 @@ type Options struct {
 	Made func(data []byte) (planes []Plane, ok bool)
 }
 
+// Unstocked as a number of pages opens a device without a pool.
+const Unstocked = -1
+
 // Device is a GPU with room for images and the weights of the programs compiled so far.
 type Device struct {
 	opt    Options
@@ -66,6 +70,10 @@ type Device struct {
 
 	images   []image // lanes, then saved
 	states   []plane
+	pages    backend.Pool
+	pool     driver.Ptr           // the planes of states that grow
+	tables   driver.Ptr           // [lanes][tablePages] pages of the lanes' tokens
+	binds    []func()             // to call when there is a pool
 	weights  map[*byte]driver.Ptr // stored tensors by their first byte
 	vectors  map[vectorKey]driver.Ptr
 	banks    map[*byte]bank
@@ -90,11 +98,11 @@ type Device struct {
 	seed     uint32 // of words
 }
 
-// plane is the device memory of one state, all images of it. States of integers that the host keeps have none.
+// plane is the device memory of one state, all images of it, or all pages. States of integers that the host keeps have none.
 type plane struct {
 	at      driver.Ptr
 	element uint64 // bytes of a value
-	values  uint64 // of an image
+	values  uint64 // of an image; of a state that grows, of a page
 	records driver.Ptr
 	scales  driver.Ptr // of a plane in FP8: BF16, one for each group values
 	group   uint64
@@ -106,11 +114,13 @@ func (d *Device) slotBytes(id backend.StateID) uint64 {
 
 // image is what the host knows of a sequence image.
 type image struct {
-	length  int // tokens committed by the target
-	carried int // rows waiting for the drafter
-	first   int // the first of them in the plane
-	keep    int // recorded rows that the next pass folds
-	chained int // draft rows appended since the last target pass
+	table   []int32 // the pages of its tokens
+	told    int     // how many of them the GPU knows, of a lane
+	length  int     // tokens committed by the target
+	carried int     // rows waiting for the drafter
+	first   int     // the first of them in the plane
+	keep    int     // recorded rows that the next pass folds
+	chained int     // draft rows appended since the last target pass
 	drafted bool
 	stood   [3]int32
 	verify  *step // the step that recorded
@@ -199,9 +209,9 @@ func (d *Device) reserve(c *driver.Context) (err error) {
 		p := plane{element: 2}
 		switch s.Kind {
 		case backend.PerToken:
-			p.values = uint64(d.opt.Tokens * s.Width)
+			p.values = uint64(backend.PageTokens * s.Width)
 		case backend.PerBlock:
-			p.values = uint64(d.opt.Tokens / s.Ratio * s.Width)
+			p.values = uint64(pageRows(s) * s.Width)
 		case backend.Carried:
 			p.values = uint64(d.opt.Carry * s.Width)
 			if s.Store != backend.StoreInt {
@@ -221,15 +231,14 @@ func (d *Device) reserve(c *driver.Context) (err error) {
 				return fmt.Errorf("cuda: state %q: a cache in fp8 needs values that share a scale", s.Name)
 			}
 			p.element, p.group = 1, uint64(s.Group)
-			if p.scales, err = d.alloc(c, "scales of "+s.Name, slots*p.values/p.group*2); err != nil {
-				return err
-			}
 		}
 		if s.Kind == backend.Fixed && s.Initial != 0 {
 			return fmt.Errorf("cuda: state %q begins at %d: only integers may", s.Name, s.Initial)
 		}
-		if p.at, err = d.alloc(c, "state "+s.Name, slots*p.values*p.element); err != nil {
-			return err
+		if !grows(s) {
+			if p.at, err = d.alloc(c, "state "+s.Name, slots*p.values*p.element); err != nil {
+				return err
+			}
 		}
 		if s.Kind == backend.Fixed {
 			if p.records, err = d.alloc(c, "records of "+s.Name, uint64(d.opt.Lanes*d.opt.Verify*recorded(s))*max(p.element, recordBytes(s))); err != nil {
@@ -237,6 +246,17 @@ func (d *Device) reserve(c *driver.Context) (err error) {
 			}
 		}
 		d.states = append(d.states, p)
+	}
+	if d.tables, err = d.alloc(c, "tables of pages", uint64(4*d.opt.Lanes*d.tablePages())); err != nil {
+		return err
+	}
+	if n := d.opt.Pages; n != Unstocked {
+		if n == 0 {
+			n = int(slots) * d.tablePages()
+		}
+		if err := d.stock(c, n); err != nil {
+			return err
+		}
 	}
 	if d.chain, err = d.alloc(c, "chained streams", uint64(d.opt.Lanes*d.chained*2)); err != nil {
 		return err
@@ -274,10 +294,10 @@ func recorded(s backend.State) int {
 	return s.Width
 }
 
-// empty gives an image's Fixed states their initial values.
+// empty takes an image's pages and gives its Fixed states their initial values.
 func (d *Device) empty(c *driver.Context, slot int) error {
 	img := &d.images[slot]
-	*img = image{launched: img.launched}
+	*img = image{table: d.pages.Shrink(img.table, 0), launched: img.launched}
 	for id, s := range d.opt.States {
 		if s.Kind != backend.Fixed {
 			continue
@@ -411,27 +431,23 @@ func (d *Device) Move(dst, src backend.Image) error {
 			return err
 		}
 		a, b := &d.images[from], &d.images[to]
-		*b = image{length: a.length, carried: a.carried, launched: b.launched}
+		if err := d.copyPages(c, b, a); err != nil {
+			if failed := d.empty(c, to); failed != nil {
+				return failed
+			}
+			return err
+		}
+		*b = image{table: b.table, length: a.length, carried: a.carried, launched: b.launched}
 		b.history = append(b.history, a.history...)
 		b.positions = append(b.positions, a.positions...)
 		for id, s := range d.opt.States {
 			p := &d.states[id]
-			if p.at == 0 {
+			if p.at == 0 || grows(s) {
 				continue
 			}
-			n, skip := a.length, 0
-			if s.Clock == backend.Drafter {
-				n -= a.carried
-			}
-			switch s.Kind {
-			case backend.PerToken:
-				n *= s.Width
-			case backend.PerBlock:
-				n = n / s.Ratio * s.Width
-			case backend.Carried:
+			n, skip := s.Rows*s.Width, 0
+			if s.Kind == backend.Carried {
 				n, skip = a.carried*s.Width, a.first*s.Width
-			case backend.Fixed:
-				n = s.Rows * s.Width
 			}
 			if n == 0 {
 				continue
@@ -439,13 +455,6 @@ func (d *Device) Move(dst, src backend.Image) error {
 			base := d.slotBytes(backend.StateID(id))
 			at := p.at + driver.Ptr(uint64(from)*base+uint64(skip)*p.element)
 			if err := c.Copy(d.stream, p.at+driver.Ptr(uint64(to)*base), at, uint64(n)*p.element); err != nil {
-				return err
-			}
-			if p.scales == 0 {
-				continue
-			}
-			slot := p.values / p.group * 2
-			if err := c.Copy(d.stream, p.scales+driver.Ptr(uint64(to)*slot), p.scales+driver.Ptr(uint64(from)*slot), uint64(n)/p.group*2); err != nil {
 				return err
 			}
 		}
@@ -464,9 +473,12 @@ func (d *Device) Close() error {
 		for _, s := range d.steps {
 			err = errors.Join(err, s.free(c))
 		}
-		for _, p := range d.states {
-			err = errors.Join(err, free(c, p.at), free(c, p.records), free(c, p.scales))
+		for id, p := range d.states {
+			if !grows(d.opt.States[id]) {
+				err = errors.Join(err, free(c, p.at), free(c, p.records))
+			}
 		}
+		err = errors.Join(err, free(c, d.pool), free(c, d.tables))
 		for _, p := range d.weights {
 			err = errors.Join(err, free(c, p))
 		}

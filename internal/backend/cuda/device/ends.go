@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"unsafe"
 
 	"ninfer/internal/backend"
 	"ninfer/internal/backend/cuda/device/kernels"
@@ -260,9 +261,7 @@ func (hd *head) results() backend.Result {
 			copy(bytesIn(id), hd.s.report[4+4*at:8+4*at])
 			l.Picks = append(l.Picks, id[0])
 			if w.logits {
-				line := make([]float32, hd.w.W.N)
-				copy(bytesIn(line), hd.lines[width*at:width*(at+1)])
-				l.Logits = append(l.Logits, line)
+				l.Logits = append(l.Logits, unsafe.Slice((*float32)(unsafe.Pointer(&hd.lines[width*at])), hd.w.W.N)) // no copy: the next launch writes there
 			}
 			at++
 		}

@@ -9,7 +9,7 @@ import (
 type Ledger struct {
 	Total     uint64 // of the GPU
 	Weights   uint64
-	Sequences uint64 // room for all images
+	Sequences uint64 // room for all images, with the pool of their pages
 	Workspace uint64 // activations and control blocks of the compiled steps, scratch
 }
 
@@ -23,26 +23,14 @@ func (d *Device) Ledger() Ledger {
 	return l
 }
 
-// SequenceBytes is what an image of so many tokens takes of the room for it.
+// SequenceBytes is what an image of so many tokens takes: its pages, and what does not grow.
 func (d *Device) SequenceBytes(tokens int) (n uint64) {
 	for id, s := range d.opt.States {
-		p := &d.states[id]
-		if p.at == 0 {
-			continue
-		}
-		values := p.values
-		switch s.Kind {
-		case backend.PerToken:
-			values = uint64(tokens * s.Width)
-		case backend.PerBlock:
-			values = uint64(tokens / s.Ratio * s.Width)
-		}
-		n += values * p.element
-		if p.group > 0 {
-			n += values / p.group * 2
+		if p := &d.states[id]; p.at != 0 && !grows(s) {
+			n += p.values * p.element
 		}
 	}
-	return n
+	return n + uint64(backend.PagesOf(tokens))*d.PageBytes()
 }
 
 // Versions are those of the driver, empty where the machine has no management library, and of CUDA as the driver supports it.

@@ -146,7 +146,7 @@ func TestPlantedKey(t *testing.T) {
 	for _, n := range []int{31_000, 200_000} {
 		for _, at := range []int{-1, 4*blocks + 50, n / 2, n - 5000} {
 			t.Run(fmt.Sprintf("%d at %d", n, at), func(t *testing.T) {
-				d := open(t, device.Options{States: states, Lanes: 1, Tokens: n + 8})
+				d := scattered(t, device.Options{States: states, Lanes: 1, Tokens: n + 8})
 				defer d.Close()
 				const rows = 512
 				fill, err := d.Compile(program(backend.Pass{Kind: backend.Prefill, Lanes: 1, Rows: rows}, true))

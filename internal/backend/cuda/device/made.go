@@ -65,9 +65,6 @@ func (d *Device) words(c *driver.Context, dst driver.Ptr, p kernels.WordsParams)
 	return kernels.Run(d.set, c, d.stream, kernels.Words, [3]uint32{uint32(blocks), 1, 1}, 0, &p, false)
 }
 
-// positions is WordsParams.Kind of three equal rotary positions a token.
-const positions = 12
-
 // Fill makes an image of so many tokens of random data, as if a text of that length had been read: for measuring speed at lengths that
 // would take too long to read. The drafter is as far as the target.
 func (d *Device) Fill(i backend.Image, tokens int) error {
@@ -82,41 +79,70 @@ func (d *Device) Fill(i backend.Image, tokens int) error {
 		if err := d.empty(c, slot); err != nil {
 			return err
 		}
+		img := &d.images[slot]
+		if img.table, err = d.pages.Grow(img.table, tokens); err != nil {
+			return &hostError{err}
+		}
 		for id, s := range d.opt.States {
-			p := &d.states[id]
-			if p.at == 0 || s.Kind == backend.Carried {
+			if s.Kind != backend.Fixed || hosted(s) {
 				continue
 			}
-			w := kernels.WordsParams{Kind: uint32(p.element), Deviation: 1}
-			values := s.Rows * s.Width
-			switch s.Kind {
-			case backend.PerToken:
-				values = tokens * s.Width
-			case backend.PerBlock:
-				values = tokens / s.Ratio * s.Width
-			}
-			switch s.Store {
-			case backend.StoreInt:
-				w.Kind = positions
-			case backend.StoreMatrix:
+			n := d.slotBytes(backend.StateID(id))
+			w := kernels.WordsParams{Kind: uint32(d.states[id].element), Deviation: 1, Bytes: n}
+			if s.Store == backend.StoreMatrix {
 				w.Deviation = 0.05
 			}
-			w.Bytes = uint64(values) * p.element
-			if p.scales != 0 { // magnitudes of 1/8 to 15/8 times a scale near one
-				w = kernels.WordsParams{Kind: 8, Mask: 0x9f9f9f9f9f9f9f9f, Fixed: 0x2020202020202020, Bytes: w.Bytes}
-				n := uint64(values) / p.group * 2
-				scales := kernels.WordsParams{Kind: 8, Fixed: 0x3f803f803f803f80, Bytes: n}
-				if err := d.words(c, p.scales+driver.Ptr(uint64(slot)*p.values/p.group*2), scales); err != nil {
-					return err
-				}
-			}
-			if err := d.words(c, p.at+driver.Ptr(uint64(slot)*d.slotBytes(backend.StateID(id))), w); err != nil {
+			if err := d.words(c, d.states[id].at+driver.Ptr(uint64(slot)*n), w); err != nil {
 				return err
 			}
 		}
-		d.images[slot].length = tokens
+		for first, n := 0, 0; first < len(img.table); first += n { // pages that follow each other at once
+			for n = 1; first+n < len(img.table) && img.table[first+n] == img.table[first]+int32(n); n++ {
+			}
+			if err := d.fillPages(c, first, uint64(img.table[first]), uint64(n)); err != nil {
+				return err
+			}
+		}
+		img.length = tokens
 		return c.SyncStream(d.stream)
 	})
+}
+
+// fillPages makes n pages of random data, the first of which is the first-th of a sequence.
+func (d *Device) fillPages(c *driver.Context, first int, page, n uint64) error {
+	var positions []uint32
+	for id, s := range d.opt.States {
+		if !grows(s) {
+			continue
+		}
+		p := &d.states[id]
+		values, scales := p.pageBytes()
+		at := p.at + driver.Ptr(page*values)
+		w := kernels.WordsParams{Kind: uint32(p.element), Deviation: 1, Bytes: n * values}
+		switch {
+		case s.Store == backend.StoreInt:
+			if positions == nil {
+				for t := range int(n) * backend.PageTokens {
+					v := uint32(first*backend.PageTokens + t)
+					positions = append(positions, v, v, v)
+				}
+			}
+			if err := c.ToDevice(d.stream, at, bytesIn(positions)); err != nil {
+				return err
+			}
+			continue
+		case scales > 0: // magnitudes of 1/8 to 15/8 times a scale near one
+			w = kernels.WordsParams{Kind: 8, Mask: 0x9f9f9f9f9f9f9f9f, Fixed: 0x2020202020202020, Bytes: n * values}
+			one := kernels.WordsParams{Kind: 8, Fixed: 0x3f803f803f803f80, Bytes: n * scales}
+			if err := d.words(c, p.scales+driver.Ptr(page*scales), one); err != nil {
+				return err
+			}
+		}
+		if err := d.words(c, at, w); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // Distinct is how many different experts the rows of a step's last launch chose in each mixture, where the tuned kernels ran it.

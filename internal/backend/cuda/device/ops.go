@@ -347,7 +347,7 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 	l := &loader{s: s, c: c}
 	w, d := op.W, s.d
 	h := s.program.Bufs[op.In].Width
-	tokens, blocks := d.opt.Tokens, d.opt.Tokens/w.Ratio
+	blocks := d.opt.Tokens / w.Ratio
 	l.check(w.HeadDim <= 256 && w.IndexDim <= 256, "heads of %d and %d, at most 256", w.HeadDim, w.IndexDim)
 	fp8 := d.opt.KV == backend.CacheFP8
 	l.check(!fp8 || w.HeadDim&(w.HeadDim-1) == 0, "a cache in fp8 needs heads of a power of two values, these have %d", w.HeadDim)
@@ -355,14 +355,16 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 		"a cache in fp8 needs states that share a scale among the %d values of a head", w.HeadDim)
 	kw, qw, iw := w.KVHeads*w.HeadDim, w.Heads*w.HeadDim, (w.IndexHeads+1)*w.IndexDim
 	key, value, index := l.rows("key", 2*kw), l.rows("value", 2*kw), l.rows("index", 2*iw)
-	at := func(id backend.StateID) driver.Ptr { return d.states[id].at }
 	prep := kernels.PrepParams{
-		Rows: s.rows, Key: key, Value: value, Index: index, KNorm: l.vector(w.KeyNorm), Inverse: l.rotary(w.Rotary),
-		Keys: at(op.Keys), Values: at(op.Values), KeyScales: d.states[op.Keys].scales, ValueScales: d.states[op.Values].scales, Raw: at(op.RawIndex), Positions: at(op.Positions),
+		Rows: s.rows, Key: key, Value: value, Index: index, KNorm: l.vector(w.KeyNorm), Inverse: l.rotary(w.Rotary), Pages: d.tables, PagesLd: uint32(d.tablePages()),
 		Heads: uint32(w.Heads), Kv: uint32(w.KVHeads), Hd: uint32(w.HeadDim), Ih: uint32(w.IndexHeads), Id: uint32(w.IndexDim),
-		Rot: uint32(w.Rotary.Dim), Tokens: uint32(tokens), Eps: float32(w.Eps), Append: 1,
-		IkNorm: l.vector(w.IndexKeyNorm), BlockKeys: at(op.IndexKeys), Ratio: uint32(w.Ratio),
+		Rot: uint32(w.Rotary.Dim), Eps: float32(w.Eps), Append: 1, IkNorm: l.vector(w.IndexKeyNorm), Ratio: uint32(w.Ratio),
 	}
+	d.bind(func() {
+		k, v := &d.states[op.Keys], &d.states[op.Values]
+		prep.Keys, prep.Values, prep.KeyScales, prep.ValueScales = k.at, v.at, k.scales, v.scales
+		prep.Raw, prep.Positions, prep.BlockKeys = d.states[op.RawIndex].at, d.states[op.Positions].at, d.states[op.IndexKeys].at
+	})
 	parts := []kernels.Part{
 		part(l.matrix(w.Key), key, kw, 0, 0), part(l.matrix(w.Value), value, kw, 0, 0), part(l.matrix(w.Index), index, iw, 0, 0),
 	}
@@ -383,11 +385,11 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 	prep.Q, prep.Iq = l.rows("query", 2*qw), l.rows("index query", 2*w.IndexHeads*w.IndexDim)
 	parts = append(parts, part(l.matrix(w.QueryGate), prep.Qg, 2*qw, 0, 0))
 	score := kernels.ScoreParams{
-		Rows: s.rows, Iq: prep.Iq, Keys: prep.BlockKeys, Scores: l.rows("scores", 4*max(blocks, 1)),
+		Rows: s.rows, Iq: prep.Iq, Pages: prep.Pages, PagesLd: prep.PagesLd, Scores: l.rows("scores", 4*max(blocks, 1)),
 		Ih: prep.Ih, Id: prep.Id, Ratio: prep.Ratio, Blocks: uint32(blocks), Most: uint32(w.Blocks),
 	}
 	choose := kernels.SelectParams{
-		Rows: s.rows, Scores: score.Scores, List: l.rows("selection", 4*longest), Count: l.rows("selected", 4),
+		Rows: s.rows, Pages: prep.Pages, PagesLd: prep.PagesLd, Scores: score.Scores, List: l.rows("selection", 4*longest), Count: l.rows("selected", 4),
 		Ratio: prep.Ratio, Blocks: score.Blocks, Most: score.Most, ListLd: uint32(longest),
 	}
 	segments := max(1, tiles(blocks, kernels.Segment))
@@ -397,10 +399,8 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 	}
 	choose.Arrived = l.zeros("arrivals", 4*s.program.Pass.Rows)
 	attend := kernels.AttendParams{
-		Rows: s.rows, Q: prep.Q, Keys: prep.Keys, Values: prep.Values, KeyScales: prep.KeyScales, ValueScales: prep.ValueScales,
-		List: choose.List, Count: choose.Count,
-		Partial: l.rows("attention parts", 4*w.Heads*splits*(w.HeadDim+2)),
-		Heads:   prep.Heads, Kv: prep.Kv, Hd: prep.Hd, Tokens: prep.Tokens, ListLd: choose.ListLd, Splits: splits,
+		Q: prep.Q, List: choose.List, Count: choose.Count, Partial: l.rows("attention parts", 4*w.Heads*splits*(w.HeadDim+2)),
+		Heads: prep.Heads, Kv: prep.Kv, Hd: prep.Hd, ListLd: choose.ListLd, Splits: splits,
 	}
 	merge := kernels.MergeParams{Partial: attend.Partial, Qg: prep.Qg, Out: l.rows("attended", 2*qw), Heads: prep.Heads, Hd: prep.Hd, Splits: splits}
 	out := part(l.matrix(w.Out), s.bufs[op.Out], w.Out.N, 0, 0)
@@ -417,12 +417,16 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 	}
 	if grouped {
 		group = kernels.AttendGroupParams{
-			Rows: s.rows, Q: prep.Q, Keys: prep.Keys, Values: prep.Values, KeyScales: prep.KeyScales, ValueScales: prep.ValueScales,
-			List: choose.List, Count: choose.Count, Heads: prep.Heads, Kv: prep.Kv, Tokens: prep.Tokens,
+			Q: prep.Q, List: choose.List, Count: choose.Count, Heads: prep.Heads, Kv: prep.Kv,
 			ListLd: choose.ListLd, Splits: groupSplits, Partial: l.rows("attention groups", 4*w.Heads*groupSplits*256), Sums: l.rows("attention sums", 8*w.Heads*groupSplits),
 		}
 		join = kernels.MergeGroupParams{Partial: group.Partial, Sums: group.Sums, Count: group.Count, Qg: prep.Qg, Out: merge.Out, Heads: prep.Heads, Splits: groupSplits}
 	}
+	d.bind(func() {
+		score.Keys = prep.BlockKeys
+		attend.Keys, attend.Values, attend.KeyScales, attend.ValueScales = prep.Keys, prep.Values, prep.KeyScales, prep.ValueScales
+		group.Keys, group.Values, group.KeyScales, group.ValueScales = prep.Keys, prep.Values, prep.KeyScales, prep.ValueScales
+	})
 	return func(p *pass) error {
 		if err := fill(p); err != nil {
 			return err
@@ -463,7 +467,7 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 func (p *pass) lookSelection(layer int, sel *kernels.SelectParams) error {
 	c, st := p.c, p.s.d.stream
 	for r, row := range p.rows {
-		in := &p.in[row.Lane]
+		in, img := &p.in[row.Lane], &p.s.d.images[row.Slot]
 		list, count := sel.List+driver.Ptr(4*r*int(sel.ListLd)), sel.Count+driver.Ptr(4*r)
 		visible := int(row.At) + 1
 		if f := in.Force; f != nil && f.Selected[layer] != nil {
@@ -473,7 +477,7 @@ func (p *pass) lookSelection(layer int, sel *kernels.SelectParams) error {
 			var ids []uint32
 			for t, on := range f.Selected[layer][row.Index][:visible] {
 				if on {
-					ids = append(ids, uint32(t))
+					ids = append(ids, img.row(t))
 				}
 			}
 			if len(ids) > int(sel.ListLd) {
@@ -504,10 +508,11 @@ func (p *pass) lookSelection(layer int, sel *kernels.SelectParams) error {
 			}
 			line := make([]bool, visible)
 			for _, id := range ids {
-				if int(id) >= visible {
-					return fmt.Errorf("row %d selects token %d of %d", r, id, visible)
+				t := img.tokenOf(id)
+				if t < 0 || t >= visible {
+					return fmt.Errorf("row %d selects token %d of %d", r, t, visible)
 				}
-				line[id] = true
+				line[t] = true
 			}
 			if t.Selected == nil {
 				t.Selected = map[int][][]bool{}

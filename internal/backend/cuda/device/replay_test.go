@@ -69,7 +69,7 @@ func lanes(t *testing.T, m *model.Model) func(which ...int) [][]float32 {
 			t.Fatal(err)
 		}
 		for i, l := range which {
-			rows = append(rows, res.Lanes[i].Logits[0])
+			rows = append(rows, slices.Clone(res.Lanes[i].Logits[0]))
 			if err := d.Commit(l, 0); err != nil {
 				t.Fatal(err)
 			}

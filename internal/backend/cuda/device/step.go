@@ -225,7 +225,7 @@ func (d *Device) Launch(st backend.Step, ctl *backend.Control) (backend.Seq, err
 	return d.seq, nil
 }
 
-// begin checks the control block and lays out rows and lanes. It changes nothing but the pass.
+// begin checks the control block, lays out rows and lanes and gives the lanes pages for them.
 func (p *pass) begin(ctl *backend.Control) error {
 	s, d := p.s, p.s.d
 	shape := s.program.Pass
@@ -276,6 +276,10 @@ func (p *pass) begin(ctl *backend.Control) error {
 		}
 		if base+n > d.opt.Tokens {
 			return fmt.Errorf("lane %d: %d tokens do not fit an image of %d", in.Lane, base+n, d.opt.Tokens)
+		}
+		var err error
+		if img.table, err = d.pages.Grow(img.table, base+n); err != nil {
+			return fmt.Errorf("lane %d: %w", in.Lane, err)
 		}
 		for j, t := range in.Tokens {
 			if s.embed != nil && (t < 0 || int(t) >= s.embed.vocab) {
@@ -345,6 +349,11 @@ func (p *pass) launch() error {
 				}
 				l.Carry = uint32(img.first + img.carried)
 			}
+		}
+	}
+	for i := range p.lanes {
+		if err := d.tellPages(c, int(p.lanes[i].Slot)); err != nil {
+			return err
 		}
 	}
 	for _, up := range s.uploads {

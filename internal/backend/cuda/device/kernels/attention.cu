@@ -4,7 +4,8 @@
 //   attend_group   a split of a row's attention for all queries of a key head: tensor instructions, scores and sums in FP32, weights as a
 //                  BF16 part and what that leaves. attend_group_fp8: keys and values are E4M3 with a scale. Grid: key head, row, split.
 //   merge_group    all splits of a head, times the output gate. Grid: head, row.
-//   select_blocks  the tokens a row attends to, ascending: best blocks, ties to the lower, and the tail. Any shape. Grid: segment, row.
+//   select_blocks  where the tokens are that a row attends to, ascending: best blocks, ties to the lower, and the tail. Any shape. Grid: segment,
+//                  row.
 //
 // Splits depend on a row's own length only: company changes nothing.
 #include "common.cuh"
@@ -15,7 +16,9 @@ NINFER_KERNEL(score_keys, ScoreParams, 256, 2) {
   const Row row = p.rows[r];
   const uint32_t n = (row.at + 1) / p.ratio;
   if (n <= p.most) return;
-  const bf16* keys = p.keys + (uint64_t)row.slot * p.blocks * 128 + l * 8;
+  const uint32_t* pages = p.pages + (uint64_t)row.slot * p.pages_ld;
+  const Blocks blocks(p.ratio);
+  const bf16* keys = p.keys + l * 8;
   float q[4][8];
 #pragma unroll
   for (int h = 0; h < 4; h++) {
@@ -24,12 +27,16 @@ NINFER_KERNEL(score_keys, ScoreParams, 256, 2) {
   }
   const float scale = 1.0f / sqrtf(128.0f);
   const uint32_t step = gridDim.x * 16;
-  auto fetch = [&](uint32_t b) { return b < n ? __ldcg((const uint4*)(keys + (uint64_t)b * 128)) : make_uint4(0, 0, 0, 0); };
+  // A block's page is asked for a turn before its key.
+  auto page_of = [&](uint32_t b) { return b < n ? pages[blocks.last(b) / kPage] : 0; };
+  auto fetch = [&](uint32_t b, uint32_t page) { return b < n ? __ldcg((const uint4*)(keys + blocks.row(page, b) * 128)) : make_uint4(0, 0, 0, 0); };
   uint32_t first = blockIdx.x * 16 + threadIdx.x / 32 * 2;  // the same in both halves of a warp
-  uint4 next = fetch(first + lane / 16);
+  uint32_t page = page_of(first + lane / 16), later = page_of(first + step + lane / 16);
+  uint4 next = fetch(first + lane / 16, page);
   for (; first < n; first += step) {
     const uint4 v = next;
-    next = fetch(first + step + lane / 16);
+    page = later, later = page_of(first + 2 * step + lane / 16);
+    next = fetch(first + step + lane / 16, page);
     const float k[8] = {lo(v.x), hi(v.x), lo(v.y), hi(v.y), lo(v.z), hi(v.z), lo(v.w), hi(v.w)};
     float sum = 0.0f;
 #pragma unroll
@@ -124,20 +131,29 @@ NINFER_KERNEL(select_blocks, SelectParams, 1024, 1) {
   const uint32_t r = blockIdx.y, segment = blockIdx.x, t = threadIdx.x;
   const Row row = p.rows[r];
   const uint32_t visible = row.at + 1, n = visible / p.ratio, segments = (n + kSegment - 1) / kSegment;
+  const uint32_t* pages = p.pages + (uint64_t)row.slot * p.pages_ld;
   uint32_t* list = p.list + (uint64_t)r * p.list_ld;
   if (n <= p.most) {
     if (segment) return;
-    for (uint32_t i = t; i < visible; i += 1024) list[i] = i;
+    for (uint32_t i = t; i < visible; i += 1024) list[i] = token_row(pages, i);
     if (t == 0) p.count[r] = visible;
     return;
   }
   if (segment >= segments) return;
-  uint32_t key[8], id[8], before, taken;
+  // A block is known by the row of its first token where it lies in one page, and by its number elsewhere.
+  const bool whole = kPage % p.ratio == 0;
+  uint32_t key[8], id[8], before, taken, page = 0;
+  const uint32_t tail = visible - n * p.ratio, end = t < tail ? token_row(pages, n * p.ratio + t) : 0;
   uint32_t valid = min(kSegment, n - segment * kSegment);
   const float* scores = p.scores + (uint64_t)r * p.blocks + segment * kSegment;
 #pragma unroll
   for (uint32_t i = 0; i < 8; i++) {
     id[i] = segment * kSegment + t * 4 + i;
+    if (whole && i < 4 && t * 4 + i < valid) {
+      const uint32_t token = id[i] * p.ratio;
+      if (i == 0 || token % kPage == 0) page = pages[token / kPage];
+      id[i] = page * kPage + token % kPage;
+    }
     key[i] = i < 4 && t * 4 + i < valid ? float_key(__ldcg(scores + t * 4 + i)) : 0;
   }
   uint32_t bits = best_of<4>(key, valid, p.most, before, taken);
@@ -173,11 +189,10 @@ NINFER_KERNEL(select_blocks, SelectParams, 1024, 1) {
 #pragma unroll
   for (uint32_t i = 0; i < 8; i++)
     if (bits >> i & 1) {
-      for (uint32_t j = 0; j < p.ratio; j++) list[before * p.ratio + j] = id[i] * p.ratio + j;
+      for (uint32_t j = 0; j < p.ratio; j++) list[before * p.ratio + j] = whole ? id[i] + j : token_row(pages, id[i] * p.ratio + j);
       before++;
     }
-  const uint32_t tail = visible - n * p.ratio;
-  if (t < tail) list[taken * p.ratio + t] = n * p.ratio + t;
+  if (t < tail) list[taken * p.ratio + t] = end;
   if (t == 0) p.count[r] = taken * p.ratio + tail;
 }
 
@@ -214,12 +229,10 @@ DEVICE void attend_for(const AttendGroupParams& p) {
   __shared__ float most[4][16], total[4][16];
   pdl();
   const uint32_t kvh = blockIdx.x, r = blockIdx.y, split = blockIdx.z, t = threadIdx.x, warp = t / 32, lane = t % 32, g = lane / 4, q4 = lane % 4;
-  const Row row = p.rows[r];
   const uint32_t group = p.heads / p.kv, n = __ldcg(p.count + r), share = share_of(n, p.splits);
   const uint32_t begin = min(n, split * share), end = min(n, begin + share);
   if (begin == end) return;  // the merge knows as well
   const uint32_t* list = p.list + (uint64_t)r * p.list_ld;
-  const uint64_t plane = (uint64_t)row.slot * p.tokens * p.kv + kvh;  // heads of 256 values
   for (uint32_t i = t; i < 16 * 32; i += kGroup) {
     const uint32_t h = i / 32;
     uint4 v = make_uint4(0, 0, 0, 0);
@@ -235,7 +248,7 @@ DEVICE void attend_for(const AttendGroupParams& p) {
     uint4 key[kChunks];
     float key_scale[2] = {1.0f, 1.0f}, value_scale[2] = {1.0f, 1.0f};  // of keys 2*q4 and one more of the warp's eight
     {
-      const uint64_t line = plane + (uint64_t)(live ? __ldcg(list + at + warp * 8 + g) : 0) * p.kv;
+      const uint64_t line = (uint64_t)(live ? __ldcg(list + at + warp * 8 + g) : 0) * p.kv + kvh;  // heads of 256 values
       const uint4* from = (const uint4*)((const uint8_t*)p.keys + line * (F8 ? 256 : 512)) + q4;
 #pragma unroll
       for (int c = 0; c < kChunks; c++) key[c] = live ? from[c * 4] : make_uint4(0, 0, 0, 0);
@@ -249,7 +262,7 @@ DEVICE void attend_for(const AttendGroupParams& p) {
     {
       const uint32_t k = t / 4;
       const bool on = at + k < end;
-      const uint4* from = (const uint4*)((const uint8_t*)p.values + (plane + (uint64_t)(on ? __ldcg(list + at + k) : 0) * p.kv) * (F8 ? 256 : 512)) + t % 4;
+      const uint4* from = (const uint4*)((const uint8_t*)p.values + ((uint64_t)(on ? __ldcg(list + at + k) : 0) * p.kv + kvh) * (F8 ? 256 : 512)) + t % 4;
       uint4 v[kChunks];
 #pragma unroll
       for (int i = 0; i < kChunks; i++) v[i] = on ? from[4 * i] : make_uint4(0, 0, 0, 0);

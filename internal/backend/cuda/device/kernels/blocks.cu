@@ -360,7 +360,8 @@ NINFER_KERNEL(prep, PrepParams, 256, 1) {
   pdl();
   const uint32_t r = blockIdx.y, t = threadIdx.x;
   const Row row = p.rows[r];
-  const uint64_t token = (uint64_t)row.slot * p.tokens + row.at;
+  const uint32_t* pages = p.pages + (uint64_t)row.slot * p.pages_ld;
+  const uint64_t token = token_row(pages, row.at);
   uint32_t unit = blockIdx.x;
   const bf16* in;
   const float* w;
@@ -384,14 +385,14 @@ NINFER_KERNEL(prep, PrepParams, 256, 1) {
     float x = 0.0f;
     if (t < p.id) {
       for (uint32_t i = p.ratio; i-- > 0;)
-        x += from_bf16(i <= row.index ? p.index[((uint64_t)(r - i) * (p.ih + 1) + p.ih) * p.id + t] : p.raw[(token - i) * p.id + t]);
+        x += from_bf16(i <= row.index ? p.index[((uint64_t)(r - i) * (p.ih + 1) + p.ih) * p.id + t] : p.raw[token_row(pages, row.at - i) * p.id + t]);
       x = round_bf16(x / p.ratio);
     }
     const float scale = 1.0f / sqrtf(block_sum(x * x, shared) / p.id + p.eps);
     if (t < p.id) v[t] = x * scale * (1.0f + p.ik_norm[t]);
     const uint32_t back = p.ratio - 1;
-    rotate(v, p.inverse, p.rot, back <= row.index ? p.rows[r - back].pos : p.positions + (token - back) * 3);
-    if (t < p.id) p.block_keys[((uint64_t)row.slot * (p.tokens / p.ratio) + row.at / p.ratio) * p.id + t] = to_bf16(v[t]);
+    rotate(v, p.inverse, p.rot, back <= row.index ? p.rows[r - back].pos : p.positions + token_row(pages, row.at - back) * 3);
+    if (t < p.id) p.block_keys[Blocks(p.ratio).row(pages[row.at / kPage], row.at / p.ratio) * p.id + t] = to_bf16(v[t]);
     return;
   } else if (--unit < p.heads) {  // query
     in = p.qg + ((uint64_t)r * p.heads + unit) * 2 * p.hd, w = p.q_norm, out = p.q + ((uint64_t)r * p.heads + unit) * p.hd;
@@ -414,13 +415,15 @@ NINFER_KERNEL(score, ScoreParams, 256, 1) {
   const Row row = p.rows[r];
   const uint32_t n = (row.at + 1) / p.ratio;
   if (n <= p.most) return;
-  const bf16* keys = p.keys + (uint64_t)row.slot * p.blocks * p.id;
+  const uint32_t* pages = p.pages + (uint64_t)row.slot * p.pages_ld;
+  const Blocks blocks(p.ratio);
   const bf16* q = p.iq + (uint64_t)r * p.ih * p.id;
   const float scale = 1.0f / sqrtf((float)p.id);
   for (uint32_t b = blockIdx.x * 8 + threadIdx.x / 32; b < n; b += gridDim.x * 8) {
+    const bf16* key = p.keys + blocks.row(pages[blocks.last(b) / kPage], b) * p.id;
     float k[8], sum = 0.0f;  // id <= 256
 #pragma unroll
-    for (int i = 0; i < 8; i++) k[i] = t + 32 * i < p.id ? from_bf16(keys[(uint64_t)b * p.id + t + 32 * i]) : 0.0f;
+    for (int i = 0; i < 8; i++) k[i] = t + 32 * i < p.id ? from_bf16(key[t + 32 * i]) : 0.0f;
     for (uint32_t h = 0; h < p.ih; h++) {
       float s = 0.0f;
 #pragma unroll
@@ -438,10 +441,9 @@ NINFER_KERNEL(attend, AttendParams, kAttend, 1) {
   __shared__ float part[kAttend / 32][258];
   pdl();
   const uint32_t head = blockIdx.x, r = blockIdx.y, split = blockIdx.z, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const Row row = p.rows[r];
   const uint32_t hd = p.hd, kw = p.kv * hd, n = p.count[r], share = (n + p.splits - 1) / p.splits;
   const uint32_t first = min(n, split * share), end = min(n, first + share);
-  const uint64_t plane = (uint64_t)row.slot * p.tokens * kw + head / (p.heads / p.kv) * hd;
+  const uint32_t kvh = head / (p.heads / p.kv);
   const uint32_t* list = p.list + (uint64_t)r * p.list_ld;
   const float scale = 1.0f / sqrtf((float)hd);
   const bf16* query = p.q + ((uint64_t)r * p.heads + head) * hd;
@@ -460,10 +462,10 @@ NINFER_KERNEL(attend, AttendParams, kAttend, 1) {
 #pragma unroll
   for (int i = 0; i < 8; i++) acc[i] = 0.0f;
   for (uint32_t a = first + warp; a < end; a += kAttend / 32) {
-    const uint64_t at = plane + (uint64_t)list[a] * kw;
+    const uint64_t at = (uint64_t)list[a] * kw + kvh * hd;
     float k[8], v[8], s = 0.0f;
     if (p.key_scales) {
-      const uint64_t scale = ((uint64_t)row.slot * p.tokens + list[a]) * p.kv + head / (p.heads / p.kv);
+      const uint64_t scale = (uint64_t)list[a] * p.kv + kvh;
       const float ks = from_bf16(p.key_scales[scale]), vs = from_bf16(p.value_scales[scale]);
 #pragma unroll
       for (int i = 0; i < 8; i++) {

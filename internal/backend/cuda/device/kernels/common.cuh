@@ -75,6 +75,22 @@ DEVICE uint32_t float_key(float f) {
   return (b & 0x80000000u) ? ~b : (b | 0x80000000u);
 }
 
+// States that grow with a sequence lie in pages of 64 tokens, those of all sequences in one pool: a lane's table has the page of each 64 of
+// its tokens. Rows of a state are counted over all pages.
+static constexpr uint32_t kPage = 64;
+
+// The row of token t.
+DEVICE uint64_t token_row(const uint32_t* pages, uint32_t t) { return (uint64_t)pages[t / kPage] * kPage + t % kPage; }
+
+// Blocks of ratio tokens have a row each, in the page of their last token.
+struct Blocks {
+  uint32_t ratio, rows, inverse;
+  DEVICE explicit Blocks(uint32_t ratio) : ratio(ratio), rows((kPage - 1) / ratio + 1), inverse((65535 + ratio) / ratio) {}
+  DEVICE uint32_t last(uint32_t b) const { return (b + 1) * ratio - 1; }
+  // The row of block b, whose last token is in that page. A division by ratio, exact for less than 64.
+  DEVICE uint64_t row(uint32_t page, uint32_t b) const { return (uint64_t)page * rows + (last(b) % kPage * inverse >> 16); }
+};
+
 DEVICE uint32_t swizzle(uint32_t n, uint32_t g, uint32_t k) {
   return (n / 128 * (k / 64) + g / 4) * 512 + n % 32 * 16 + n % 128 / 32 * 4 + g % 4;
 }

@@ -286,6 +286,7 @@ type PrepParams struct {
 	Inverse     driver.Ptr
 	Q           driver.Ptr
 	Iq          driver.Ptr
+	Pages       driver.Ptr
 	Keys        driver.Ptr
 	Values      driver.Ptr
 	KeyScales   driver.Ptr
@@ -300,7 +301,7 @@ type PrepParams struct {
 	Ih          uint32
 	Id          uint32
 	Rot         uint32
-	Tokens      uint32
+	PagesLd     uint32
 	Append      uint32
 	Ratio       uint32
 	Eps         float32
@@ -308,35 +309,38 @@ type PrepParams struct {
 
 // ScoreParams mirrors the struct of that name in params.h.
 type ScoreParams struct {
-	Rows     driver.Ptr
-	Iq       driver.Ptr
-	Keys     driver.Ptr
-	Scores   driver.Ptr
-	Ih       uint32
-	Id       uint32
-	Ratio    uint32
-	Blocks   uint32
-	Most     uint32
-	Reserved uint32
+	Rows    driver.Ptr
+	Iq      driver.Ptr
+	Pages   driver.Ptr
+	Keys    driver.Ptr
+	Scores  driver.Ptr
+	Ih      uint32
+	Id      uint32
+	Ratio   uint32
+	Blocks  uint32
+	Most    uint32
+	PagesLd uint32
 }
 
 // SelectParams mirrors the struct of that name in params.h.
 type SelectParams struct {
-	Rows    driver.Ptr
-	Scores  driver.Ptr
-	List    driver.Ptr
-	Count   driver.Ptr
-	Best    driver.Ptr
-	Arrived driver.Ptr
-	Ratio   uint32
-	Blocks  uint32
-	Most    uint32
-	ListLd  uint32
+	Rows     driver.Ptr
+	Pages    driver.Ptr
+	Scores   driver.Ptr
+	List     driver.Ptr
+	Count    driver.Ptr
+	Best     driver.Ptr
+	Arrived  driver.Ptr
+	Ratio    uint32
+	Blocks   uint32
+	Most     uint32
+	ListLd   uint32
+	PagesLd  uint32
+	Reserved uint32
 }
 
 // AttendParams mirrors the struct of that name in params.h.
 type AttendParams struct {
-	Rows        driver.Ptr
 	Q           driver.Ptr
 	Keys        driver.Ptr
 	Values      driver.Ptr
@@ -348,14 +352,13 @@ type AttendParams struct {
 	Heads       uint32
 	Kv          uint32
 	Hd          uint32
-	Tokens      uint32
 	ListLd      uint32
 	Splits      uint32
+	Reserved    uint32
 }
 
 // AttendGroupParams mirrors the struct of that name in params.h.
 type AttendGroupParams struct {
-	Rows        driver.Ptr
 	Q           driver.Ptr
 	Keys        driver.Ptr
 	Values      driver.Ptr
@@ -367,10 +370,8 @@ type AttendGroupParams struct {
 	Sums        driver.Ptr
 	Heads       uint32
 	Kv          uint32
-	Tokens      uint32
 	ListLd      uint32
 	Splits      uint32
-	Reserved    uint32
 }
 
 // MergeGroupParams mirrors the struct of that name in params.h.
@@ -718,6 +719,7 @@ var layout = []uintptr{
 	offset(func(v *PrepParams) *driver.Ptr { return &v.Inverse }),
 	offset(func(v *PrepParams) *driver.Ptr { return &v.Q }),
 	offset(func(v *PrepParams) *driver.Ptr { return &v.Iq }),
+	offset(func(v *PrepParams) *driver.Ptr { return &v.Pages }),
 	offset(func(v *PrepParams) *driver.Ptr { return &v.Keys }),
 	offset(func(v *PrepParams) *driver.Ptr { return &v.Values }),
 	offset(func(v *PrepParams) *driver.Ptr { return &v.KeyScales }),
@@ -732,13 +734,14 @@ var layout = []uintptr{
 	offset(func(v *PrepParams) *uint32 { return &v.Ih }),
 	offset(func(v *PrepParams) *uint32 { return &v.Id }),
 	offset(func(v *PrepParams) *uint32 { return &v.Rot }),
-	offset(func(v *PrepParams) *uint32 { return &v.Tokens }),
+	offset(func(v *PrepParams) *uint32 { return &v.PagesLd }),
 	offset(func(v *PrepParams) *uint32 { return &v.Append }),
 	offset(func(v *PrepParams) *uint32 { return &v.Ratio }),
 	offset(func(v *PrepParams) *float32 { return &v.Eps }),
 	sizeOf[ScoreParams](),
 	offset(func(v *ScoreParams) *driver.Ptr { return &v.Rows }),
 	offset(func(v *ScoreParams) *driver.Ptr { return &v.Iq }),
+	offset(func(v *ScoreParams) *driver.Ptr { return &v.Pages }),
 	offset(func(v *ScoreParams) *driver.Ptr { return &v.Keys }),
 	offset(func(v *ScoreParams) *driver.Ptr { return &v.Scores }),
 	offset(func(v *ScoreParams) *uint32 { return &v.Ih }),
@@ -746,9 +749,10 @@ var layout = []uintptr{
 	offset(func(v *ScoreParams) *uint32 { return &v.Ratio }),
 	offset(func(v *ScoreParams) *uint32 { return &v.Blocks }),
 	offset(func(v *ScoreParams) *uint32 { return &v.Most }),
-	offset(func(v *ScoreParams) *uint32 { return &v.Reserved }),
+	offset(func(v *ScoreParams) *uint32 { return &v.PagesLd }),
 	sizeOf[SelectParams](),
 	offset(func(v *SelectParams) *driver.Ptr { return &v.Rows }),
+	offset(func(v *SelectParams) *driver.Ptr { return &v.Pages }),
 	offset(func(v *SelectParams) *driver.Ptr { return &v.Scores }),
 	offset(func(v *SelectParams) *driver.Ptr { return &v.List }),
 	offset(func(v *SelectParams) *driver.Ptr { return &v.Count }),
@@ -758,8 +762,9 @@ var layout = []uintptr{
 	offset(func(v *SelectParams) *uint32 { return &v.Blocks }),
 	offset(func(v *SelectParams) *uint32 { return &v.Most }),
 	offset(func(v *SelectParams) *uint32 { return &v.ListLd }),
+	offset(func(v *SelectParams) *uint32 { return &v.PagesLd }),
+	offset(func(v *SelectParams) *uint32 { return &v.Reserved }),
 	sizeOf[AttendParams](),
-	offset(func(v *AttendParams) *driver.Ptr { return &v.Rows }),
 	offset(func(v *AttendParams) *driver.Ptr { return &v.Q }),
 	offset(func(v *AttendParams) *driver.Ptr { return &v.Keys }),
 	offset(func(v *AttendParams) *driver.Ptr { return &v.Values }),
@@ -771,11 +776,10 @@ var layout = []uintptr{
 	offset(func(v *AttendParams) *uint32 { return &v.Heads }),
 	offset(func(v *AttendParams) *uint32 { return &v.Kv }),
 	offset(func(v *AttendParams) *uint32 { return &v.Hd }),
-	offset(func(v *AttendParams) *uint32 { return &v.Tokens }),
 	offset(func(v *AttendParams) *uint32 { return &v.ListLd }),
 	offset(func(v *AttendParams) *uint32 { return &v.Splits }),
+	offset(func(v *AttendParams) *uint32 { return &v.Reserved }),
 	sizeOf[AttendGroupParams](),
-	offset(func(v *AttendGroupParams) *driver.Ptr { return &v.Rows }),
 	offset(func(v *AttendGroupParams) *driver.Ptr { return &v.Q }),
 	offset(func(v *AttendGroupParams) *driver.Ptr { return &v.Keys }),
 	offset(func(v *AttendGroupParams) *driver.Ptr { return &v.Values }),
@@ -787,10 +791,8 @@ var layout = []uintptr{
 	offset(func(v *AttendGroupParams) *driver.Ptr { return &v.Sums }),
 	offset(func(v *AttendGroupParams) *uint32 { return &v.Heads }),
 	offset(func(v *AttendGroupParams) *uint32 { return &v.Kv }),
-	offset(func(v *AttendGroupParams) *uint32 { return &v.Tokens }),
 	offset(func(v *AttendGroupParams) *uint32 { return &v.ListLd }),
 	offset(func(v *AttendGroupParams) *uint32 { return &v.Splits }),
-	offset(func(v *AttendGroupParams) *uint32 { return &v.Reserved }),
 	sizeOf[MergeGroupParams](),
 	offset(func(v *MergeGroupParams) *driver.Ptr { return &v.Partial }),
 	offset(func(v *MergeGroupParams) *driver.Ptr { return &v.Sums }),

@@ -161,15 +161,16 @@ struct PrepParams {
   const float* inverse;        // [rot/2]: inverse frequencies, then the axis of each as uint32_t
   __nv_bfloat16* q;            // [R][heads*hd]
   __nv_bfloat16* iq;           // [R][ih*id]
-  void* keys;                  // [slots][tokens][kv*hd]: BF16, or E4M3 with scales
+  const uint32_t* pages;       // [lanes][pages_ld] page numbers
+  void* keys;                  // [pages][64][kv*hd]: BF16, or E4M3 with scales
   void* values;
-  __nv_bfloat16* key_scales;   // [slots][tokens][kv], or null; keys and queries are turned by a Hadamard transform then
+  __nv_bfloat16* key_scales;   // [pages][64][kv], or null; keys and queries are turned by a Hadamard transform then
   __nv_bfloat16* value_scales;
-  __nv_bfloat16* raw;          // [slots][tokens][id]
-  uint32_t* positions;         // [slots][tokens][3]
+  __nv_bfloat16* raw;          // [pages][64][id]
+  uint32_t* positions;         // [pages][64][3]
   const float* ik_norm;        // [id]
-  __nv_bfloat16* block_keys;   // [slots][tokens/ratio][id]
-  uint32_t heads, kv, hd, ih, id, rot, tokens;
+  __nv_bfloat16* block_keys;   // [pages][63/ratio+1][id]
+  uint32_t heads, kv, hd, ih, id, rot, pages_ld;
   uint32_t append;             // 1: planes only
   uint32_t ratio;
   float eps;
@@ -178,46 +179,46 @@ struct PrepParams {
 struct ScoreParams {
   const Row* rows;
   const __nv_bfloat16* iq;     // [R][ih*id]
-  const __nv_bfloat16* keys;   // [slots][blocks][id]
+  const uint32_t* pages;       // [lanes][pages_ld] page numbers
+  const __nv_bfloat16* keys;   // [pages][63/ratio+1][id]
   float* scores;               // [R][blocks]
-  uint32_t ih, id, ratio, blocks, most, reserved;  // blocks: of an image; most: that a row selects
+  uint32_t ih, id, ratio, blocks, most, pages_ld;  // blocks: of an image; most: that a row selects
 };
 
 struct SelectParams {
   const Row* rows;
+  const uint32_t* pages;       // [lanes][pages_ld] page numbers
   const float* scores;         // [R][blocks]
-  uint32_t* list;              // [R][list_ld] tokens, ascending
+  uint32_t* list;              // [R][list_ld] rows of the tokens in their pages, ascending by token
   uint32_t* count;             // [R]
-  uint32_t* best;              // [R][segments][most][2]: keys and ids of each segment's best, or null where there is one
+  uint32_t* best;              // [R][segments][most][2]: keys and places of each segment's best, or null where there is one
   uint32_t* arrived;           // [R], zero between launches
-  uint32_t ratio, blocks, most, list_ld;
+  uint32_t ratio, blocks, most, list_ld, pages_ld, reserved;
 };
 
 struct AttendParams {
-  const Row* rows;
   const __nv_bfloat16* q;      // [R][heads*hd]
-  const void* keys;            // [slots][tokens][kv*hd]: BF16, or E4M3 with scales
+  const void* keys;            // [pages][64][kv*hd]: BF16, or E4M3 with scales
   const void* values;
-  const __nv_bfloat16* key_scales;  // [slots][tokens][kv], or null
+  const __nv_bfloat16* key_scales;  // [pages][64][kv], or null
   const __nv_bfloat16* value_scales;
   const uint32_t* list;        // [R][list_ld]
   const uint32_t* count;       // [R]
   float* partial;              // [R][heads][splits][hd+2]: largest score, sum, values
-  uint32_t heads, kv, hd, tokens, list_ld, splits;
+  uint32_t heads, kv, hd, list_ld, splits, reserved;
 };
 
 struct AttendGroupParams {
-  const Row* rows;
   const __nv_bfloat16* q;      // [R][heads*256]
-  const void* keys;            // [slots][tokens][kv*256]: BF16, or E4M3 with scales
+  const void* keys;            // [pages][64][kv*256]: BF16, or E4M3 with scales
   const void* values;
-  const __nv_bfloat16* key_scales;  // [slots][tokens][kv], or null
+  const __nv_bfloat16* key_scales;  // [pages][64][kv], or null
   const __nv_bfloat16* value_scales;
   const uint32_t* list;        // [R][list_ld]
   const uint32_t* count;       // [R]
   float* partial;              // [R][heads][splits][256]
   float* sums;                 // [R][heads][splits][2]: largest score, sum of weights
-  uint32_t heads, kv, tokens, list_ld, splits, reserved;
+  uint32_t heads, kv, list_ld, splits;
 };
 
 struct MergeGroupParams {
