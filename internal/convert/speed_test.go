@@ -71,16 +71,16 @@ func TestSpeed(t *testing.T) {
 			os.Remove(path)
 			dropCaches(t)
 			var r *Report
-			cpu := processTime()
-			converted := rate(source, func() {
-				if r, err = Run(context.Background(), o); err != nil {
-					t.Fatal(err)
-				}
-			})
-			cpu = processTime() - cpu
+			cpu, moved, start := processTime(), diskBytes(), time.Now()
+			if r, err = Run(context.Background(), o); err != nil {
+				t.Fatal(err)
+			}
+			took := time.Since(start).Seconds()
+			cpu, moved = processTime()-cpu, diskBytes()-moved
+			converted := float64(source) / took
 			write = (write + plain()) / 2 // before and after: others may use the disk
-			t.Logf("source %.2f GB, artifact %.2f GB: read %.0f MB/s, write and sync %.0f MB/s, both at once %.0f MB/s each; convert %.0f MB/s of source (%.2f of the slower, %.2f of both at once), %.2f ns of processor a byte on %d cores, peak memory %d MiB",
-				float64(source)/1e9, float64(r.FileBytes)/1e9, read/1e6, write/1e6, both/1e6, converted/1e6, converted/min(read, write), converted/both,
+			t.Logf("source %.2f GB, artifact %.2f GB: read %.0f MB/s, write and sync %.0f MB/s, both at once %.0f MB/s each; convert %.0f MB/s of source (%.2f of the slower, %.2f of both at once), %.0f MB/s to and from the disk, %.2f ns of processor a byte on %d cores, peak memory %d MiB",
+				float64(source)/1e9, float64(r.FileBytes)/1e9, read/1e6, write/1e6, both/1e6, converted/1e6, converted/min(read, write), converted/both, float64(moved)/took/1e6,
 				float64(cpu.Nanoseconds())/float64(source), runtime.GOMAXPROCS(0), peakMemory()>>20)
 		})
 	}
