@@ -204,6 +204,13 @@ func TestRejectDirectory(t *testing.T) {
 		{"R11/part of a resource", `{"object":"w.f","range":[0,3]}`, `{"object":"r.odd","range":[0,3]}`, 11, "resource"},
 		{"R11/part without range", `{"object":"w.f","range":[0,3]}`, `{"object":"w.f"}`, 11, `"range"`},
 
+		{
+			"R11/lengths", `"shape":[4],"format":"fp2","layout":"contiguous_le_v1","offset":1024,"bytes":1},{"id":"w.second","kind":"tensor","shape":[4],"format":"bf16","layout":"contiguous_le_v1","offset":1280,"bytes":8}],"bindings":{`,
+			`"shape":[9223372036854775807],"format":"fp2","layout":"contiguous_le_v1","offset":1024,"bytes":1},{"id":"w.second","kind":"tensor","shape":[4],"format":"bf16","layout":"contiguous_le_v1","offset":1280,"bytes":8}],"bindings":{` +
+				`"long":{"parts":[{"object":"w.new","range":[0,9223372036854775807]},{"object":"w.new","range":[0,9223372036854775807]},{"object":"w.f","range":[0,2]}]},`,
+			11, "64 bits",
+		},
+
 		{"R12/unknown parameter", `{"parameter":"p","input":"j"}`, `{"parameter":"z","input":"j"}`, 12, "not bound"},
 		{"R12/duplicate pair", `{"parameter":"p","input":"j"}`, `{"parameter":"p","input":"i"}`, 12, "two uses"},
 		{"R12/policy", `"AllowA4"`, `"AllowA2"`, 12, "AllowA2"},
@@ -213,7 +220,7 @@ func TestRejectDirectory(t *testing.T) {
 
 		{"R13/metadata", `"metadata":{"name":"sample"}`, `"metadata":[]`, 13, "want an object"},
 		{"R13/provenance", `"provenance":{}`, `"provenance":null`, 13, "null"},
-		{"R13/name is a number", `"name":"sample"`, `"name":1`, 13, "name"},
+		{"R13/name is a number", `"name":"sample"`, `"name":1`, 13, "not a string"},
 		{"R13/name is empty", `"name":"sample"`, `"name":""`, 13, "name"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
