@@ -1,6 +1,9 @@
 package engine
 
-import "sync"
+import (
+	"sync"
+	"time"
+)
 
 // Activity is what a batch was doing when it last changed, and sums since it was made.
 type Activity struct {
@@ -21,6 +24,12 @@ type Activity struct {
 	FallbackSteps   int64 // by lane: passes without, while drafting was asked for
 	Drafted         int64
 	Accepted        int64
+
+	DecodeUnits int64 // decoding rounds, each of all lanes that were ready
+	DecodeLanes int64 // those lanes, of all rounds
+	DeviceWait  time.Duration
+	PromptWork  time.Duration // units over prompts and insertions, without waiting for the device
+	RoundWork   time.Duration // and decoding rounds
 }
 
 // ledger keeps a batch's activity. The batch's goroutine writes it between units of work, anyone reads it: never is it held during one.

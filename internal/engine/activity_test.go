@@ -4,6 +4,7 @@ import (
 	"context"
 	"sync"
 	"testing"
+	"time"
 
 	"ninfer/internal/backend/cpu"
 	"ninfer/internal/engine"
@@ -48,7 +49,7 @@ func TestActivity(t *testing.T) {
 		ready         bool // the prompt has run
 		watcher       *inserter
 	}
-	live := map[int]*state{}
+	live, begun := map[int]*state{}, time.Now()
 	var want engine.Activity
 	check := func(when string) {
 		t.Helper()
@@ -114,13 +115,18 @@ func TestActivity(t *testing.T) {
 				}
 				return
 			}
-			st := out.Stats
+			st, before := out.Stats, want.DecodeTokens
 			want.PrefillTokens += int64(s.prompt)
 			want.GeneratedTokens += int64(len(out.IDs))
 			want.DecodeTokens += int64(len(out.IDs) - 1) // the first comes from the prompt's last row
 			if req.Watcher != nil {
 				want.PrefillTokens += int64(len(insert) + 1) // with the token before them, which had not run
 				want.DecodeTokens -= int64(len(insert) + 1)  // and the next one comes from their last row
+			}
+			if st.Rounds+st.FallbackSteps > 0 {
+				want.DecodeLanes += int64(st.Rounds + st.FallbackSteps)
+			} else { // a token a round
+				want.DecodeLanes += want.DecodeTokens - before
 			}
 			want.Rounds += int64(st.Rounds)
 			want.FallbackSteps += int64(st.FallbackSteps)
@@ -147,7 +153,16 @@ func TestActivity(t *testing.T) {
 		check("stepped")
 	}
 	check("in the end")
-	if got := b.Activity(); got != want {
+	got := b.Activity()
+	if took := time.Since(begun); got.DeviceWait <= 0 || got.PromptWork <= 0 || got.RoundWork <= 0 || got.DeviceWait+got.PromptWork+got.RoundWork > took {
+		t.Errorf("%+v: times in %v", got, took)
+	}
+	got.DeviceWait, got.PromptWork, got.RoundWork = 0, 0, 0
+	if got.DecodeUnits > got.DecodeLanes || got.DecodeUnits < got.DecodeLanes/lanes {
+		t.Errorf("%d rounds of %d lanes together", got.DecodeUnits, got.DecodeLanes)
+	}
+	want.DecodeUnits = got.DecodeUnits
+	if got != want {
 		t.Errorf("in the end %+v, want %+v", got, want)
 	}
 	if drafted == 0 || want.Drafted == 0 || want.FallbackSteps == 0 || want.Rounds == 0 {

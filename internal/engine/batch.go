@@ -145,7 +145,8 @@ const mostDrafts = 5
 
 // Step ends requests whose context has ended, empties the lanes of those that ended since the last one, then does one unit of work. It reports whether there was any. An error is the device's:
 // the batch is of no use after it.
-func (b *Batch) Step() (bool, error) {
+func (b *Batch) Step() (busy bool, err error) {
+	start, waited := time.Now(), b.runner.Waited
 	var left []RequestID
 	for id, r := range b.requests {
 		if r.ctx.Err() != nil {
@@ -177,13 +178,22 @@ func (b *Batch) Step() (bool, error) {
 	}
 	b.publish(u.Prefill.Last)
 	defer b.publish(false)
+	work := &b.sums.PromptWork
 	switch {
 	case u.Prefill.Rows > 0:
-		return true, b.prefill(b.lanes[u.Prefill.Lane], u.Prefill)
+		err = b.prefill(b.lanes[u.Prefill.Lane], u.Prefill)
 	case len(u.Round) > 0:
-		return true, b.round(u.Round)
+		work = &b.sums.RoundWork
+		b.sums.DecodeUnits++
+		b.sums.DecodeLanes += int64(len(u.Round))
+		err = b.round(u.Round)
+	default:
+		return false, nil
 	}
-	return false, nil
+	waited = b.runner.Waited - waited
+	b.sums.DeviceWait += waited
+	*work += time.Since(start) - waited
+	return true, err
 }
 
 // prefill runs a chunk of a prompt or of an insertion; after the last one it draws a token.

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"time"
 
 	"ninfer/internal/backend"
 )
@@ -18,6 +19,9 @@ type Runner struct {
 	// Lanes and Round, if set, are the most lanes of a pass and the most rows of a lane in a decoding round: then one program of each kind
 	// serves all sizes, and Prepare can compile them all.
 	Lanes, Round int
+
+	// Waited is the time spent so far in launching passes and waiting for them.
+	Waited time.Duration
 
 	steps map[stepKey]backend.Step
 }
@@ -44,6 +48,8 @@ func (r *Runner) Launch(kind backend.Kind, c *backend.Control) (backend.Result, 
 	if err != nil {
 		return backend.Result{}, err
 	}
+	start := time.Now()
+	defer func() { r.Waited += time.Since(start) }()
 	seq, err := r.Dev.Launch(step, c)
 	if err != nil {
 		return backend.Result{}, err

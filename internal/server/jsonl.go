@@ -314,4 +314,19 @@ type throughputRecord struct {
 	PrefillRate float64 `json:"prefill_tokens_per_second"`
 	Running     int     `json:"running"`
 	Waiting     int     `json:"waiting"`
+	Prefilling  int     `json:"prefilling"`
+	MeanBatch   float64 `json:"mean_batch"` // sequences of a decoding round
+	HostShare   float64 `json:"host_share"` // of the engine's time, what it did not wait for the device
+}
+
+// engine adds what the engine did between two looks at it.
+func (r *throughputRecord) engine(now, before engine.Activity) {
+	r.Prefilling = now.Prefilling
+	if n := now.DecodeUnits - before.DecodeUnits; n > 0 {
+		r.MeanBatch = float64(now.DecodeLanes-before.DecodeLanes) / float64(n)
+	}
+	host := now.PromptWork + now.RoundWork - before.PromptWork - before.RoundWork
+	if all := host + now.DeviceWait - before.DeviceWait; all > 0 {
+		r.HostShare = host.Seconds() / all.Seconds()
+	}
 }

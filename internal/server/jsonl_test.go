@@ -14,6 +14,7 @@ import (
 	"regexp"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -137,7 +138,13 @@ func TestJournal(t *testing.T) {
 func TestJournalThroughput(t *testing.T) {
 	gen := &script{text: strings.Repeat("ab ", 40), delay: time.Millisecond}
 	out := &lines{}
-	s := start(t, setup{gen: gen, opt: server.Options{Journal: server.NewJournal(out, "", slog.New(slog.DiscardHandler)), StatsInterval: 5 * time.Millisecond}})
+	// Of ten rounds between two looks three are of one sequence and seven of two; a quarter of the time is the host's.
+	var looks atomic.Int64
+	activity := func() engine.Activity {
+		n := looks.Add(1)
+		return engine.Activity{Prefilling: 3, DecodeUnits: 10 * n, DecodeLanes: 17 * n, DeviceWait: time.Duration(3 * n), PromptWork: time.Duration(n) / 2, RoundWork: time.Duration(n - n/2)}
+	}
+	s := start(t, setup{gen: gen, activity: activity, opt: server.Options{Journal: server.NewJournal(out, "", slog.New(slog.DiscardHandler)), StatsInterval: 5 * time.Millisecond}})
 	a := s.chat(t, with(`"user":"a"`))
 	var told struct {
 		Usage struct {
@@ -161,6 +168,9 @@ func TestJournalThroughput(t *testing.T) {
 				PrefillRate float64 `json:"prefill_tokens_per_second"`
 				Running     *int    `json:"running"`
 				Waiting     *int    `json:"waiting"`
+				Prefilling  int     `json:"prefilling"`
+				MeanBatch   float64 `json:"mean_batch"`
+				HostShare   float64 `json:"host_share"`
 			}
 			if err := json.Unmarshal([]byte(l), &e, json.MatchCaseInsensitiveNames(true)); err != nil {
 				t.Fatalf("%q: %v", l, err)
@@ -169,6 +179,9 @@ func TestJournalThroughput(t *testing.T) {
 				continue
 			}
 			if e.Interval <= 0 || e.Running == nil || e.Waiting == nil || e.DecodeRate != e.Decode/e.Interval || e.PrefillRate != e.Prefill/e.Interval {
+				t.Fatalf("%s", l)
+			}
+			if e.Prefilling != 3 || e.MeanBatch != 1.7 || e.HostShare != 0.25 {
 				t.Fatalf("%s", l)
 			}
 			decode, prefill = decode+e.Decode, prefill+e.Prefill

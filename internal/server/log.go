@@ -174,6 +174,7 @@ func (s *Server) throughput(ctx context.Context) {
 	defer tick.Stop()
 	last := time.Now()
 	var prefill, decode int64
+	var before engine.Activity
 	for {
 		select {
 		case <-ctx.Done():
@@ -184,13 +185,24 @@ func (s *Server) throughput(ctx context.Context) {
 		load := s.model.Queue.Load()
 		if p != prefill || d != decode || load.Running+load.Waiting > 0 {
 			seconds := now.Sub(last).Seconds()
-			s.opt.Log.Info("throughput", "interval", now.Sub(last).Round(time.Millisecond),
-				"decode", fmt.Sprintf("%.1f tok/s, %s tokens", float64(d-decode)/seconds, Count(int(d-decode))),
-				"prefill", fmt.Sprintf("%.1f tok/s, %s tokens", float64(p-prefill)/seconds, Count(int(p-prefill))),
-				"running", load.Running, "waiting", load.Waiting)
-			s.opt.Journal.put("throughput", throughputRecord{
-				seconds, d - decode, float64(d-decode) / seconds, p - prefill, float64(p-prefill) / seconds, load.Running, load.Waiting,
-			})
+			r := throughputRecord{
+				Interval: seconds, Decode: d - decode, DecodeRate: float64(d-decode) / seconds, Prefill: p - prefill, PrefillRate: float64(p-prefill) / seconds,
+				Running: load.Running, Waiting: load.Waiting,
+			}
+			line := []any{
+				"interval", now.Sub(last).Round(time.Millisecond),
+				"decode", fmt.Sprintf("%.1f tok/s, %s tokens", r.DecodeRate, Count(int(r.Decode))),
+				"prefill", fmt.Sprintf("%.1f tok/s, %s tokens", r.PrefillRate, Count(int(r.Prefill))),
+				"running", load.Running, "waiting", load.Waiting,
+			}
+			if s.model.Activity != nil {
+				a := s.model.Activity()
+				r.engine(a, before)
+				before = a
+				line = append(line, "prefilling", r.Prefilling, "mean batch", fmt.Sprintf("%.1f", r.MeanBatch), "host", fmt.Sprintf("%.1f %%", 100*r.HostShare))
+			}
+			s.opt.Log.Info("throughput", line...)
+			s.opt.Journal.put("throughput", r)
 		}
 		last, prefill, decode = now, p, d
 	}

@@ -3,6 +3,7 @@ package server
 import (
 	"log/slog"
 	"net/http"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
@@ -128,6 +129,22 @@ func newGauges(s *Server) *gauges {
 		{"ninfer_spec_decode_fallback_steps_total", "Decoding rounds without drafts of requests that draft, counted for each request.", func(a *engine.Activity) int64 { return a.FallbackSteps }},
 	} {
 		of(&g.ofEngine, counter, c.name, c.help, func(f *facts) float64 { return float64(c.read(&f.activity)) })
+	}
+	of(&g.ofEngine, gaugeValue, "ninfer_device_state_used_slots", "Slots for the state of a sequence that running requests hold.", func(f *facts) float64 { return float64(f.activity.Running) })
+	of(&g.ofEngine, gaugeValue, "ninfer_device_state_capacity_slots", "Slots for the state of a sequence.", func(f *facts) float64 { return float64(f.activity.Lanes) })
+	of(&g.ofEngine, counter, "ninfer_device_wait_seconds_total", "Time in which the engine launched passes of the device and waited for them.", func(f *facts) float64 { return f.activity.DeviceWait.Seconds() })
+	const host = "ninfer_host_work_seconds_total"
+	for _, c := range []struct {
+		phase string
+		read  func(*engine.Activity) time.Duration
+	}{
+		{"prefill", func(a *engine.Activity) time.Duration { return a.PromptWork }},
+		{"decode", func(a *engine.Activity) time.Duration { return a.RoundWork }},
+	} {
+		g.ofEngine = append(g.ofEngine, gauge{
+			desc: prometheus.NewDesc(host, "Time of the engine's units of work apart from waiting for the device.", nil, prometheus.Labels{"phase": c.phase}),
+			kind: counter, read: func(f *facts) float64 { return c.read(&f.activity).Seconds() },
+		})
 	}
 	return g
 }

@@ -80,7 +80,8 @@ func TestMetricNames(t *testing.T) {
 	gen := &script{text: "ab", step: make(chan struct{})}
 	activity := func() engine.Activity {
 		return engine.Activity{
-			Lanes: 3, Running: 3, Waiting: 1, Prefilling: 1, DecodeReady: 2, Pages: 8, Reserved: 6, PromptTokens: 101, PrefillTokens: 103,
+			DeviceWait: 2500 * time.Millisecond, PromptWork: 125 * time.Millisecond, RoundWork: 250 * time.Millisecond,
+			Lanes: 4, Running: 3, Waiting: 1, Prefilling: 1, DecodeReady: 2, Pages: 8, Reserved: 6, PromptTokens: 101, PrefillTokens: 103,
 			GeneratedTokens: 107, DecodeTokens: 109, Rounds: 113, FallbackSteps: 127, Drafted: 131, Accepted: 137,
 		}
 	}
@@ -117,6 +118,11 @@ func TestMetricNames(t *testing.T) {
 		"ninfer_spec_decode_fallback_steps_total":            {"counter", 127},
 		"ninfer_spec_decode_draft_tokens_total":              {"counter", 131},
 		"ninfer_spec_decode_accepted_tokens_total":           {"counter", 137},
+		"ninfer_device_state_used_slots":                     {"gauge", 3},
+		"ninfer_device_state_capacity_slots":                 {"gauge", 4},
+		"ninfer_device_wait_seconds_total":                   {"counter", 2.5},
+		"ninfer_host_work_seconds_total{phase=prefill}":      {"counter", 0.125},
+		"ninfer_host_work_seconds_total{phase=decode}":       {"counter", 0.25},
 		"ninfer_requests_total{outcome=stop}":                {"counter", 0},
 		"ninfer_requests_total{outcome=length}":              {"counter", 0},
 		"ninfer_requests_total{outcome=client_disconnected}": {"counter", 0},
