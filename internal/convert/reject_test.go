@@ -152,6 +152,26 @@ func TestOutput(t *testing.T) {
 	refuse(t, Options{Model: taken}, IO, "config.json")
 }
 
+// TestReport: a report that cannot be written takes nothing from the artifact, and the message says so.
+func TestReport(t *testing.T) {
+	dir := t.TempDir()
+	o := Options{Model: micro, Out: filepath.Join(dir, output)}
+	o.Progress = func(Step) { os.Mkdir(artifact.ReportPath(o.Out), 0o777) }
+	_, err := Run(context.Background(), o)
+	var e *Error
+	if !errors.As(err, &e) || e.Class != IO || !strings.Contains(err.Error(), "the artifact is complete, but its report is not") {
+		t.Errorf("%v", err)
+	}
+	if left := list(t, dir); !slices.Equal(left, []string{output, artifact.ReportPath(output)}) {
+		t.Errorf("left %q", left)
+	}
+	f, err := artifact.Open(o.Out)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f.Close()
+}
+
 // TestLocked: two conversions to one place do not disturb each other.
 func TestLocked(t *testing.T) {
 	dir := t.TempDir()
