@@ -76,6 +76,9 @@ type benchReport struct {
 	CUDA   string        `json:"cuda_version,omitzero"`
 	Limit  float64       `json:"power_limit_watts,omitzero"`
 	Memory *bench.Ledger `json:"memory,omitzero"`
+	// Rows of n-gram tables that all runs asked for, and how many of them seem not to have been in memory.
+	TableRows   uint64 `json:"table_rows,omitzero"`
+	TableMissed uint64 `json:"table_rows_missed,omitzero"`
 
 	Stored    int64             `json:"device_weight_bytes,omitzero"` // of tensors on the GPU
 	Predicted int64             `json:"predicted_weight_bytes,omitzero"`
@@ -168,6 +171,7 @@ func (c *benchCommand) Run(e *environment) error {
 	if gpu != nil {
 		ledger := bench.LedgerOf(gpu, tests)
 		report.Memory = &ledger
+		report.TableRows, report.TableMissed = gpu.Gathered()
 	}
 	return c.write(e, report)
 }
