@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"errors"
 	"strings"
 	"testing"
 
@@ -49,6 +50,36 @@ func TestShare(t *testing.T) {
 			}
 		case err != nil || p.pages != c.pages || p.lanes != c.after:
 			t.Errorf("%s: %d pages, %d lanes, %v, want %d and %d", c.name, p.pages, p.lanes, err, c.pages, c.after)
+		}
+	}
+}
+
+// The pool of a GPU: weights are there already, or must fit whatever the pool is, and the hint does not send anyone to the CPU's ways out.
+func TestDivideGPU(t *testing.T) {
+	const page = 1 << 20
+	for _, c := range []struct {
+		name      string
+		flags     modelFlags
+		available int64
+		pages     int
+		fails     string
+	}{
+		{"number beside weights", modelFlags{MaxContext: 640, KVCapacity: "1280"}, 20*page + 700, 20, ""},
+		{"number and weights too large", modelFlags{MaxContext: 640, KVCapacity: "1280"}, 20*page + 699, 0, "1 bytes short"},
+		{"default", modelFlags{MaxContext: 640}, 10*page + 700, 10, ""},
+		{"auto", modelFlags{MaxContext: 640, KVCapacity: "auto", slack: 100, reserve: 50}, 15*page + 850, 15, ""},
+		{"auto, too little", modelFlags{MaxContext: 640, KVCapacity: "auto", slack: 100, reserve: 50}, 10*page + 849, 0, "1 bytes short"},
+	} {
+		p := pool{lanes: 2, page: page, fixed: 200, weights: 500, available: c.available, known: true, gpu: true}
+		err := c.flags.divide(&p)
+		var hinted hintedError
+		switch {
+		case c.fails != "":
+			if err == nil || !strings.Contains(err.Error(), c.fails) || !errors.As(err, &hinted) || strings.Contains(hinted.hint, "weights to stay in memory") {
+				t.Errorf("%s: %+v, %v, hint %q", c.name, p, err, hinted.hint)
+			}
+		case err != nil || p.pages != c.pages || p.reserve != c.flags.reserve:
+			t.Errorf("%s: %+v, %v, want %d pages", c.name, p, err, c.pages)
 		}
 	}
 }
