@@ -1,0 +1,225 @@
+package chunk_test
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"sync"
+	"testing"
+
+	"ninfer/internal/backend/cuda/chunk"
+	"ninfer/internal/num"
+)
+
+var (
+	microAttention    = chunk.AttentionShape{Heads: 2, KVHeads: 1, HeadDim: 256, IndexHeads: 4, IndexDim: 128, Rotary: 64, Ratio: 4, Blocks: 4}
+	officialAttention = chunk.AttentionShape{Heads: 24, KVHeads: 2, HeadDim: 256, IndexHeads: 4, IndexDim: 128, Rotary: 64, Ratio: 4, Blocks: 512}
+)
+
+// paged is a lane's pages, in no order among others.
+type paged struct {
+	table []uint32
+	pages int // of the pool
+}
+
+func makePages(r *rand.Rand, tokens int) paged {
+	n := (tokens + 63) / 64
+	p := paged{pages: n + n/2 + 3}
+	for _, v := range r.Perm(p.pages)[:n] {
+		p.table = append(p.table, uint32(v))
+	}
+	return p
+}
+
+func (p paged) row(token int) int { return int(p.table[token/64])*64 + token%64 }
+
+// kv is a cache with random keys and values of so many tokens.
+type kv struct {
+	heads        int
+	keys, values []float64 // [token][head][256], as stored
+	k, v         []uint16  // pool, BF16
+	kc, vc       []byte    // pool, codes
+	ks, vs       []uint16  // scales
+}
+
+func makeKV(r *rand.Rand, p paged, heads, tokens int, fp8 bool) *kv {
+	c := &kv{heads: heads}
+	c.k, c.keys = words(normal(r, tokens*heads*256, 1))
+	c.v, c.values = words(normal(r, tokens*heads*256, 1))
+	n := p.pages * 64 * heads
+	pool := func(w []uint16) []uint16 {
+		all := make([]uint16, n*256)
+		for i := range all {
+			all[i] = 0x7fff // nobody may look at it
+		}
+		for t := range tokens {
+			copy(all[p.row(t)*heads*256:], w[t*heads*256:][:heads*256])
+		}
+		return all
+	}
+	c.k, c.v = pool(c.k), pool(c.v)
+	if !fp8 {
+		return c
+	}
+	codes := func(x []float64) ([]byte, []uint16) {
+		all, scales := make([]byte, n*256), make([]uint16, n)
+		for i := range all {
+			all[i] = 0x7f
+		}
+		for t := range tokens {
+			for h := range heads {
+				line := x[(t*heads+h)*256:][:256]
+				most := 0.
+				for _, v := range line {
+					most = max(most, math.Abs(v))
+				}
+				s := num.ToBF16(float32(most / 448))
+				scales[p.row(t)*heads+h] = s
+				for i, v := range line {
+					code := num.ToE4M3(float32(v) / num.FromBF16(s))
+					all[(p.row(t)*heads+h)*256+i] = code
+					line[i] = float64(num.FromE4M3(code)) * float64(num.FromBF16(s))
+				}
+			}
+		}
+		return all, scales
+	}
+	c.kc, c.ks = codes(c.keys)
+	c.vc, c.vs = codes(c.values)
+	return c
+}
+
+func (c *kv) upload(g *gpu, p paged) chunk.Cache {
+	if c.kc != nil {
+		return chunk.Cache{Keys: upload(g, c.kc), Values: upload(g, c.vc), KeyScales: upload(g, c.ks), ValueScales: upload(g, c.vs), Pages: upload(g, p.table)}
+	}
+	return chunk.Cache{Keys: upload(g, c.k), Values: upload(g, c.v), Pages: upload(g, p.table)}
+}
+
+// attended is soft-max attention of one query over tokens, times the sigmoid of its gate.
+func (c *kv) attended(q, gate []float64, head int, tokens []int) []float64 {
+	out := make([]float64, 256)
+	score := make([]float64, len(tokens))
+	most := math.Inf(-1)
+	for i, t := range tokens {
+		for j, k := range c.keys[(t*c.heads+head)*256:][:256] {
+			score[i] += q[j] * k / 16
+		}
+		most = max(most, score[i])
+	}
+	var sum float64
+	for i, t := range tokens {
+		e := math.Exp(score[i] - most)
+		sum += e
+		for j, v := range c.values[(t*c.heads+head)*256:][:256] {
+			out[j] += e * v
+		}
+	}
+	for j := range out {
+		out[j] *= sigmoid(gate[j]) / sum
+	}
+	return out
+}
+
+// check compares the rows of an attention's output with what tokens(row) say; worst is the worst row's distance.
+func (c *kv) check(got []uint16, ld int, q, qg []float64, rows, heads int, every int, tokens func(row int) []int) (worst float64) {
+	var mu sync.Mutex
+	var wg sync.WaitGroup
+	for r := 0; r < rows; r += every {
+		wg.Go(func() {
+			list := tokens(r)
+			var want []float64
+			for h := range heads {
+				gate := qg[(r*heads+h)*512+256:][:256]
+				want = append(want, c.attended(q[(r*heads+h)*256:][:256], gate, h/(heads/c.heads), list)...)
+			}
+			d := distance(fromWords(got[r*ld:][:heads*256]), want)
+			mu.Lock()
+			defer mu.Unlock()
+			if !(d <= worst) {
+				worst = d
+			}
+		})
+	}
+	wg.Wait()
+	return worst
+}
+
+func upTo(n int) []int {
+	v := make([]int, n)
+	for i := range v {
+		v[i] = i
+	}
+	return v
+}
+
+func TestAttendAll(t *testing.T) {
+	four := officialAttention
+	four.Heads = 10 // five queries a key head
+	withGPU(t, func(g *gpu) {
+		for i, c := range []struct {
+			shape      chunk.AttentionShape
+			base, rows int
+			fp8        bool
+		}{
+			{microAttention, 0, 1, false},
+			{microAttention, 0, 16, false},
+			{microAttention, 3, 13, true},
+			{four, 70, 59, false},
+			{four, 70, 59, true},
+			{officialAttention, 0, 1, false},
+			{officialAttention, 0, 67, false},
+			{officialAttention, 61, 5, true},
+			{officialAttention, 1021, 30, false},
+			{officialAttention, 2047, 4, false},
+			{officialAttention, 130, 200, true},
+			{officialAttention, 0, 2051, false},
+		} {
+			r := rand.New(rand.NewPCG(uint64(i), 3))
+			p := makePages(r, c.base+c.rows)
+			cache := makeKV(r, p, c.shape.KVHeads, c.base+c.rows, c.fp8)
+			qw, q := words(normal(r, c.rows*c.shape.Heads*256, 1.5))
+			gw, gates := words(normal(r, c.rows*c.shape.Heads*512, 2))
+			ld := c.shape.Heads*256 + 8
+			a := chunk.Attend{
+				AttentionShape: c.shape, Cache: cache.upload(g, p), Rows: c.rows, Base: c.base, Q: upload(g, qw), Qg: upload(g, gw), QgLd: c.shape.Heads * 512,
+				Out: g.poisoned(2 * c.rows * ld), OutLd: ld,
+			}
+			for _, a.Plain = range []bool{true, false} {
+				g.check(g.c.Set(g.s, a.Out, 0xff, uint64(2*c.rows*ld)))
+				g.check(g.set.Attend(g.c, g.s, &a))
+				got := download[uint16](g, a.Out, c.rows*ld)
+				worst := cache.check(got, ld, q, gates, c.rows, c.shape.Heads, max(1, c.rows/97), func(row int) []int { return upTo(c.base + row + 1) })
+				what := fmt.Sprintf("%d/%d heads, %d rows at %d, fp8 %v, plain %v: %.2g", c.shape.Heads, c.shape.KVHeads, c.rows, c.base, c.fp8, a.Plain, worst)
+				if !(worst <= 3e-3) {
+					t.Error(what)
+				} else {
+					t.Log(what)
+				}
+			}
+			g.free()
+		}
+	})
+}
+
+func BenchmarkAttendAll(b *testing.B) {
+	for i := range 4 {
+		rows, plain := []int{512, 2048}[i%2], i < 2
+		b.Run(fmt.Sprintf("%d/plain=%v", rows, plain), func(b *testing.B) {
+			withGPU(b, func(g *gpu) {
+				r := rand.New(rand.NewPCG(1, 3))
+				p := makePages(r, rows)
+				cache := makeKV(r, p, 2, rows, false)
+				qw, _ := words(normal(r, 24*256*64, 1.5))
+				a := chunk.Attend{
+					AttentionShape: officialAttention, Cache: cache.upload(g, p), Rows: rows, Q: repeated(g, qw, rows*24*256), Qg: repeated(g, qw, rows*24*512), QgLd: 24 * 512,
+					Out: g.alloc(2 * rows * 24 * 256), OutLd: 24 * 256, Plain: plain,
+				}
+				us := g.time(5, 20, func() error { return g.set.Attend(g.c, g.s, &a) })
+				b.ReportMetric(us, "µs/layer")
+				b.ReportMetric(float64(rows)*float64(rows)/2*24*256*4/us/1e6, "TFLOP/s")
+				b.ReportMetric(0, "ns/op")
+			})
+		})
+	}
+}
