@@ -24,8 +24,11 @@ func nfc(s string) string {
 }
 
 // manyMarks reports whether s may hold more combining characters in a row than
-// package norm leaves alone.
+// package norm leaves alone. That package also counts starters that can join
+// what is before them, such as the vowels and last consonants of Hangul, of
+// which a syllable may end with two.
 func manyMarks(s string) bool {
+	const syllable = 2
 	run := 0
 	for len(s) > 0 {
 		if s[0] < utf8.RuneSelf {
@@ -34,20 +37,21 @@ func manyMarks(s string) bool {
 		}
 		p := norm.NFC.PropertiesString(s)
 		n := max(p.Size(), 1)
+		count := func(p norm.Properties) {
+			if p.BoundaryBefore() {
+				run = syllable
+			} else {
+				run++
+			}
+		}
 		if d := p.Decomposition(); d != nil {
 			for len(d) > 0 {
 				q := norm.NFC.Properties(d)
-				if q.CCC() == 0 {
-					run = 0
-				} else {
-					run++
-				}
+				count(q)
 				d = d[max(q.Size(), 1):]
 			}
-		} else if p.CCC() == 0 {
-			run = 0
 		} else {
-			run++
+			count(p)
 		}
 		if run >= maxMarks {
 			return true
