@@ -71,9 +71,10 @@ type Device struct {
 	images   []image // lanes, then saved
 	states   []plane
 	pages    backend.Pool
-	pool     driver.Ptr           // the planes of states that grow
-	tables   driver.Ptr           // [lanes][tablePages] pages of the lanes' tokens
-	binds    []func()             // to call when there is a pool
+	pool     driver.Ptr // the planes of states that grow
+	tables   driver.Ptr // [lanes][tablePages] pages of the lanes' tokens
+	binds    []func()   // to call when there is a pool
+	scratch  map[scratchKey]scratch
 	weights  map[*byte]driver.Ptr // stored tensors by their first byte
 	vectors  map[vectorKey]driver.Ptr
 	banks    map[*byte]bank
@@ -147,7 +148,7 @@ func Open(opt Options) (*Device, error) {
 	}
 	d := &Device{
 		opt: opt, owner: owner, weights: map[*byte]driver.Ptr{}, vectors: map[vectorKey]driver.Ptr{}, banks: map[*byte]bank{}, rotaries: map[backend.Rotary]driver.Ptr{},
-		folders: map[backend.StateID]func(*Device, *driver.Context, driver.Ptr) error{},
+		folders: map[backend.StateID]func(*Device, *driver.Context, driver.Ptr) error{}, scratch: map[scratchKey]scratch{},
 	}
 	if err := owner.Do(d.reserve); err != nil {
 		_ = d.Close()

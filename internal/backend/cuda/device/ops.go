@@ -76,20 +76,21 @@ func (l *loader) rotary(r backend.Rotary) driver.Ptr {
 	return p
 }
 
-// rows reserves memory for a row of so many bytes for each row of the pass. Operations run one after the other, so those of the same
-// name and size share it.
+// rows reserves memory for a row of so many bytes for each row of the pass. Operations run one after the other, and so do steps: those of the
+// same name and size share it.
 func (l *loader) rows(name string, bytes int) driver.Ptr {
 	if l.err != nil {
 		return 0
 	}
-	key := scratchKey{name, bytes}
-	if p, ok := l.s.scratch[key]; ok {
-		return p
+	key, n := scratchKey{name, bytes}, l.s.program.Pass.Rows
+	room, ok := l.s.d.scratch[key]
+	if !ok || room.rows < n { // steps compiled before keep the smaller one
+		room.rows = n
+		if room.at, l.err = l.s.alloc(l.c, name, n*bytes); l.err == nil {
+			l.s.d.scratch[key] = room
+		}
 	}
-	var p driver.Ptr
-	p, l.err = l.s.alloc(l.c, name, l.s.program.Pass.Rows*bytes)
-	l.s.scratch[key] = p
-	return p
+	return room.at
 }
 
 // zeros reserves bytes that begin as zero.
@@ -113,6 +114,12 @@ func (l *loader) check(ok bool, format string, args ...any) {
 type scratchKey struct {
 	name  string
 	bytes int
+}
+
+// scratch is room for so many rows, which lasts as long as the device.
+type scratch struct {
+	at   driver.Ptr
+	rows int
 }
 
 func tiles(n, size int) int { return (n + size - 1) / size }
@@ -399,10 +406,10 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 	}
 	choose.Arrived = l.zeros("arrivals", 4*s.program.Pass.Rows)
 	attend := kernels.AttendParams{
-		Q: prep.Q, List: choose.List, Count: choose.Count, Partial: l.rows("attention parts", 4*w.Heads*splits*(w.HeadDim+2)),
+		Q: prep.Q, List: choose.List, Count: choose.Count,
 		Heads: prep.Heads, Kv: prep.Kv, Hd: prep.Hd, ListLd: choose.ListLd, Splits: splits,
 	}
-	merge := kernels.MergeParams{Partial: attend.Partial, Qg: prep.Qg, Out: l.rows("attended", 2*qw), Heads: prep.Heads, Hd: prep.Hd, Splits: splits}
+	merge := kernels.MergeParams{Qg: prep.Qg, Out: l.rows("attended", 2*qw), Heads: prep.Heads, Hd: prep.Hd, Splits: splits}
 	out := part(l.matrix(w.Out), s.bufs[op.Out], w.Out.N, 0, 0)
 	scorers, scorer := max(1, min(64, tiles(blocks, 8))), kernels.Score
 	grouped := !d.opt.Plain && w.HeadDim == 256 && w.Heads/w.KVHeads <= 16
@@ -421,6 +428,9 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 			ListLd: choose.ListLd, Splits: groupSplits, Partial: l.rows("attention groups", 4*w.Heads*groupSplits*256), Sums: l.rows("attention sums", 8*w.Heads*groupSplits),
 		}
 		join = kernels.MergeGroupParams{Partial: group.Partial, Sums: group.Sums, Count: group.Count, Qg: prep.Qg, Out: merge.Out, Heads: prep.Heads, Splits: groupSplits}
+	} else {
+		attend.Partial = l.rows("attention parts", 4*w.Heads*splits*(w.HeadDim+2))
+		merge.Partial = attend.Partial
 	}
 	d.bind(func() {
 		score.Keys = prep.BlockKeys

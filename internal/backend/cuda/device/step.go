@@ -44,14 +44,13 @@ type step struct {
 	lanes   driver.Ptr
 	want    driver.Ptr
 
-	report  []byte // pinned: the number of the last launch that is over, then its picks
-	head    *head
-	embed   *embed
-	graphs  map[shape]*graph
-	scratch map[scratchKey]driver.Ptr
-	other   map[backend.Buf]driver.Ptr // where tuned mixing moves streams to; while compiling
-	pass    pass
-	seq     backend.Seq
+	report []byte // pinned: the number of the last launch that is over, then its picks
+	head   *head
+	embed  *embed
+	graphs map[shape]*graph
+	other  map[backend.Buf]driver.Ptr // where tuned mixing moves streams to; while compiling
+	pass   pass
+	seq    backend.Seq
 }
 
 // shape is what a captured graph depends on.
@@ -120,7 +119,7 @@ func (d *Device) Compile(p *backend.Program) (backend.Step, error) {
 	if p.Pass.Rows < 1 || p.Pass.Lanes < 1 {
 		return nil, fmt.Errorf("cuda: compile %v: no rows", p.Pass.Kind)
 	}
-	s := &step{d: d, program: p, pending: make([]backend.Buf, len(p.Bufs)), graphs: map[shape]*graph{}, scratch: map[scratchKey]driver.Ptr{}, other: map[backend.Buf]driver.Ptr{}}
+	s := &step{d: d, program: p, pending: make([]backend.Buf, len(p.Bufs)), graphs: map[shape]*graph{}, other: map[backend.Buf]driver.Ptr{}}
 	s.pass.s = s
 	err := d.do(fmt.Sprintf("compile %v", p.Pass.Kind), func(c *driver.Context) error {
 		d.steps = append(d.steps, s)
