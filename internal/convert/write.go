@@ -13,7 +13,8 @@ import (
 
 const (
 	// chunk is how many source bytes a worker holds at a time, unless one expert needs more.
-	chunk = 4 << 20
+	chunk      = 4 << 20
+	minWorkers = 16
 	// maxWorkers bounds memory: the real model's largest piece is 6.6 MB of source and as much again.
 	maxWorkers = 32
 )
@@ -120,12 +121,12 @@ func (c *conversion) write(ctx context.Context) error {
 }
 
 // workers is how many pieces are in work at once: four for each core, since of the four steps of a piece, reading, making, digesting and
-// writing, two wait for disks and one for its turn.
+// writing, two wait for disks and one for its turn; and not few on a small machine, since a disk is faster the more it has to do.
 func (c *conversion) workers() int {
 	if c.Options.workers > 0 {
 		return c.Options.workers
 	}
-	return min(4*runtime.GOMAXPROCS(0), maxWorkers)
+	return min(max(minWorkers, 4*runtime.GOMAXPROCS(0)), maxWorkers)
 }
 
 func (q *queue) work() {
