@@ -56,9 +56,10 @@ var gpu = optest.Backend{
 	},
 	// kernels.md 16: outputs stored in BF16 are within 3e-3 of the stored oracle. FP32 sums fall on the other side of a rounding step
 	// here and there, and a step is 2^-8 of the value.
-	// The operand of the experts is stored too: where it flips in an outlier, the whole row is off by up to one step of it.
+	// The operands of experts and attention are stored too: where one flips in an outlier, the whole row is off by up to one step of it. The
+	// stored oracle against itself, disturbed by a relative 1e-7 before each rounding, is at up to 5.3e-3 in the attention of these tests.
 	Bound: func(op string) float64 {
-		if op == "moe" {
+		if op == "moe" || op == "qsa" {
 			return 6e-3
 		}
 		return 3e-3
@@ -91,7 +92,8 @@ func TestTunedConformance(t *testing.T) {
 }
 
 // Caches and states in fewer bytes, on plain and tuned kernels: the oracle rounds them at the same points. A value that falls to the other side
-// of a rounding point is off by up to 2^-3 in FP8; a state that is rounded once a pass depends on the rows of passes.
+// of a rounding point is off by up to 2^-3 in FP8: the oracle disturbed by a relative 1e-6 is at up to 1.5e-2 with such a cache, by 1e-5 at
+// 3.4e-2. A state that is rounded once a pass depends on the rows of passes.
 func TestConformancePacked(t *testing.T) {
 	open(t, device.Options{}).Close()
 	for _, c := range []struct {
@@ -100,7 +102,7 @@ func TestConformancePacked(t *testing.T) {
 		state bool
 		bound float64
 	}{
-		{"kv fp8", backend.CacheFP8, false, 1e-2},
+		{"kv fp8", backend.CacheFP8, false, 2e-2},
 		{"state bf16", backend.CacheBF16, true, 6e-3},
 	} {
 		for _, plain := range []bool{true, false} {
