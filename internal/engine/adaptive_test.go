@@ -20,7 +20,8 @@ import (
 )
 
 // TestAdaptiveAgainstFixed measures committed tokens a second of a mixed workload with each fixed number of drafts and with the adaptive
-// policy, one after the other, over and over: medians count. NINFER_POLICY is "micro", for drafts that are right as often as a request's
+// policy, over and over and each time in another order: medians count. The best of several numbers is better than it is by as much as the
+// times are noisy, so which number is the best half of the rounds say and how good it is the other half, both ways. NINFER_POLICY is "micro", for drafts that are right as often as a request's
 // kind wants, or the path of an artifact, which continues parts of a text, parts of it twice and random tokens with drafts of its own,
 // or empty for nothing. NINFER_POLICY_PROMPTS is a file of objects, one a line, with prompt_tokens and tokens, that replace these prompts.
 func TestAdaptiveAgainstFixed(t *testing.T) {
@@ -111,24 +112,41 @@ func TestAdaptiveAgainstFixed(t *testing.T) {
 	}
 	names, batches = append(names, "adaptive"), append(batches, batch(true))
 	rates, accepted := make([][]float64, len(batches)), make([]float64, len(batches))
-	const rounds = 7
+	const rounds = 14
 	for range rounds {
-		for i, b := range batches {
-			rate, part := run(b, min(i, most))
+		for _, i := range rng.Perm(len(batches)) {
+			rate, part := run(batches[i], min(i, most))
 			rates[i] = append(rates[i], rate)
-			accepted[i] = part
+			accepted[i] += part / rounds
 		}
 	}
-	best := 0.0
+	half := func(i, which int) float64 {
+		var v []float64
+		for j := which; j < rounds; j += 2 {
+			v = append(v, rates[i][j])
+		}
+		slices.Sort(v)
+		return v[len(v)/2]
+	}
+	ratio := 0.0
+	for which := range 2 {
+		best := 1
+		for i := 2; i <= most; i++ {
+			if half(i, which) > half(best, which) {
+				best = i
+			}
+		}
+		part := half(len(rates)-1, 1-which) / half(best, 1-which)
+		t.Logf("%s are the best in half of the rounds; in the other half adaptive reaches %.3f of them", names[best], part)
+		ratio += part / 2
+	}
 	for i, v := range rates {
 		slices.Sort(v)
 		t.Logf("%-9s %7.1f committed tokens a second (%.1f to %.1f), %2.0f %% of drafts accepted", names[i], v[rounds/2], v[0], v[rounds-1], 100*accepted[i])
-		if i > 0 && i <= most {
-			best = max(best, v[rounds/2])
-		}
 	}
-	if got := rates[len(rates)-1][rounds/2]; got < 0.97*best {
-		t.Errorf("adaptive is %.1f %% behind the best fixed number", 100*(1-got/best))
+	t.Logf("adaptive reaches %.3f of the best fixed number", ratio)
+	if ratio < 0.97 {
+		t.Errorf("adaptive is %.1f %% behind the best fixed number", 100*(1-ratio))
 	}
 }
 

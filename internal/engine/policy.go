@@ -10,7 +10,7 @@ type roundCost struct {
 }
 
 const (
-	costForget = 0.997
+	costForget = 0.999
 	costTrust  = 2 // most that a round's time is believed to differ from what was expected
 )
 
@@ -127,7 +127,7 @@ func newDraftPolicy(most int) *draftPolicy {
 }
 
 // request is what is known of a request's drafts before the first one.
-func (p *draftPolicy) request() *acceptance { return newAcceptance(p.all.stand(), 3, 0.97) }
+func (p *draftPolicy) request() *acceptance { return newAcceptance(p.all.stand(), 6, 0.97) }
 
 // observe notes that of a request's k drafts the first accepted stood.
 func (p *draftPolicy) observe(a *acceptance, k, accepted int) {
