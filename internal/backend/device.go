@@ -18,13 +18,18 @@ const (
 	WantAll            // greedy pick of every row
 	WantLogits         // pick and logits of the last row
 	WantLogitsAll      // picks and logits of every row
+	WantLikely         // pick and most likely ids of the last row, or its logits
+	WantLikelyAll      // picks and most likely ids of every row, or their logits
 )
 
 // All reports whether every row is wanted.
-func (w Want) All() bool { return w == WantAll || w == WantLogitsAll }
+func (w Want) All() bool { return w == WantAll || w == WantLogitsAll || w == WantLikelyAll }
 
-// Logits reports whether logits are wanted.
-func (w Want) Logits() bool { return w == WantLogits || w == WantLogitsAll }
+// Logits reports whether logits answer the want.
+func (w Want) Logits() bool { return w >= WantLogits }
+
+// Likely reports whether the most likely ids are enough.
+func (w Want) Likely() bool { return w >= WantLikely }
 
 // LaneRows are one lane's rows of a launch.
 type LaneRows struct {
@@ -81,6 +86,18 @@ type Trace struct {
 type LaneResult struct {
 	Picks  []int32     // largest BF16-rounded logit among the real ids, lowest id on ties
 	Logits [][]float32 // by id; only if wanted
+	// Likely has the ids with the largest logits of each row, in order of id: all that are larger than the least of them, and of those that
+	// equal it the lower ids. In place of logits, where they are enough and the device has a way to find them.
+	Likely [][]Likely
+	// Recall returns the logits of a row of which Likely was given after all, until the next launch of the step. It may be called by one
+	// goroutine at a time, which need not be the device's while that waits.
+	Recall func(row int) ([]float32, error)
+}
+
+// Likely is an id with its logit, rounded to BF16.
+type Likely struct {
+	Value float32
+	ID    int32
 }
 
 // Result is a launch's outcome, lanes in the order of its Control.

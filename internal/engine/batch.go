@@ -233,7 +233,11 @@ func (b *Batch) prefill(r *running, c Chunk) error {
 		return nil
 	}
 	before := g.mark()
-	err = g.publish(res, why)
+	id, err := g.choose(res, why)
+	if err != nil {
+		return err
+	}
+	err = g.publish(id, res)
 	b.tally(g, before, false)
 	b.after(r, err)
 	return nil

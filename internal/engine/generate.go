@@ -4,6 +4,7 @@ import (
 	"errors"
 	"math"
 	"slices"
+	"sync"
 	"time"
 
 	"ninfer/internal/backend"
@@ -157,27 +158,52 @@ func (g *generation) limit(drafts int) int {
 	return max(0, min(drafts, g.req.MaxNew-len(g.out.IDs)-1, g.context-g.length()-1))
 }
 
-// want is what a pass must return: picks for greedy requests, logits for the others, of the last row or of all.
+// want is what a pass must return, of the last row or of all: picks for greedy requests, likely ids for the others, logits for those that
+// want probabilities.
 func (g *generation) want(all bool) backend.Want {
-	picks := g.req.Sampling.Greedy() && !g.req.Logprobs
+	last, every := backend.WantLikely, backend.WantLikelyAll
 	switch {
-	case picks && all:
-		return backend.WantAll
-	case picks:
-		return backend.WantLast
-	case all:
-		return backend.WantLogitsAll
+	case g.req.Logprobs:
+		last, every = backend.WantLogits, backend.WantLogitsAll
+	case g.req.Sampling.Greedy():
+		last, every = backend.WantLast, backend.WantAll
 	}
-	return backend.WantLogits
+	if all {
+		return every
+	}
+	return last
 }
 
 // choose draws the next token from the last row of a result.
-func (g *generation) choose(res backend.LaneResult, p purpose) int32 {
+func (g *generation) choose(res backend.LaneResult, p purpose) (int32, error) {
 	if g.req.Sampling.Greedy() {
-		return res.Picks[len(res.Picks)-1]
+		return res.Picks[len(res.Picks)-1], nil
 	}
-	return g.sampler.next(res.Logits[len(res.Logits)-1], len(g.out.IDs), p)
+	list, err := g.candidates(res, len(res.Picks)-1)
+	if err != nil {
+		return 0, err
+	}
+	return g.sampler.next(list, len(g.out.IDs), p), nil
 }
+
+// candidates are what a token is drawn from at a row of a result.
+func (g *generation) candidates(res backend.LaneResult, row int) ([]candidate, error) {
+	if len(res.Likely) == 0 {
+		return g.sampler.filter(res.Logits[row]), nil
+	}
+	if list, ok := g.sampler.among(res.Likely[row]); ok {
+		return list, nil
+	}
+	recalling.Lock() // lanes draw side by side
+	logits, err := res.Recall(row)
+	recalling.Unlock()
+	if err != nil {
+		return nil, err
+	}
+	return g.sampler.filter(logits), nil
+}
+
+var recalling sync.Mutex
 
 // verdict asks the limits, the stop ids and the watcher about ids.
 func (g *generation) verdict(ids []int32) Verdict {
@@ -239,9 +265,8 @@ func (g *generation) keep(ids []int32, rows [][]float32) (int, []int32, error) {
 	return v.Keep, v.Insert, nil
 }
 
-// publish draws a token from the last row of a result, everything before it having run, and keeps it.
-func (g *generation) publish(res backend.LaneResult, p purpose) error {
-	id := g.choose(res, p)
+// publish keeps a token that was drawn from the last row of a result, everything before it having run.
+func (g *generation) publish(id int32, res backend.LaneResult) error {
 	n, insert, err := g.keep([]int32{id}, res.Logits)
 	g.pending = append(append(g.pending[:0], id)[:n], insert...)
 	return err

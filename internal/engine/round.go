@@ -1,6 +1,7 @@
 package engine
 
 import (
+	"errors"
 	"slices"
 	"sync"
 
@@ -32,7 +33,10 @@ func round(r *model.Runner, gs []*generation) error {
 	if err != nil {
 		return err
 	}
-	accepted := acceptAll(gs, res, drafts)
+	accepted, err := acceptAll(gs, res, drafts)
+	if err != nil {
+		return err
+	}
 	for i, g := range gs {
 		kept := g.settle(res.Lanes[i], drafts[i], accepted[i])
 		if kind == backend.Verify {
@@ -45,11 +49,11 @@ func round(r *model.Runner, gs []*generation) error {
 }
 
 // acceptAll is accept for all generations. Those that draw look at every logit: they do so side by side.
-func acceptAll(gs []*generation, res backend.Result, drafts [][]int32) [][]int32 {
-	accepted := make([][]int32, len(gs))
+func acceptAll(gs []*generation, res backend.Result, drafts [][]int32) ([][]int32, error) {
+	accepted, failed := make([][]int32, len(gs)), make([]error, len(gs))
 	var others sync.WaitGroup
 	for i, g := range gs {
-		accept := func() { accepted[i] = g.accept(res.Lanes[i], drafts[i]) }
+		accept := func() { accepted[i], failed[i] = g.accept(res.Lanes[i], drafts[i]) }
 		if g.req.Sampling.Greedy() || i == len(gs)-1 {
 			accept()
 			continue
@@ -57,7 +61,7 @@ func acceptAll(gs []*generation, res backend.Result, drafts [][]int32) [][]int32
 		others.Go(accept)
 	}
 	others.Wait()
-	return accepted
+	return accepted, errors.Join(failed...)
 }
 
 // draft returns each generation's drafts: the first of all in one pass, together with the rows that the drafter has not seen, and
@@ -145,22 +149,26 @@ func (g *generation) settle(res backend.LaneResult, drafts, accepted []int32) in
 	return rows
 }
 
-// accept returns the drafts that stand and the token after them.
-func (g *generation) accept(res backend.LaneResult, drafts []int32) []int32 {
+// accept returns the drafts that stand and the token after them. An error is the device's.
+func (g *generation) accept(res backend.LaneResult, drafts []int32) ([]int32, error) {
 	if g.req.Sampling.Greedy() {
 		n := 0
 		for n < len(drafts) && drafts[n] == res.Picks[n] {
 			n++
 		}
-		return append(drafts[:n:n], res.Picks[n])
+		return append(drafts[:n:n], res.Picks[n]), nil
 	}
 	// Penalties count earlier drafts of the round as generated (product.md 9.2.2).
 	position := len(g.out.IDs)
 	for i, d := range drafts {
-		ok, instead := g.sampler.judge(res.Logits[i], d, position+i)
+		list, err := g.candidates(res, i)
+		if err != nil {
+			return nil, err
+		}
+		ok, instead := g.sampler.judge(list, d, position+i)
 		if !ok {
 			g.sampler.uncount(drafts[:i]...)
-			return append(drafts[:i:i], instead)
+			return append(drafts[:i:i], instead), nil
 		}
 		g.sampler.count(d)
 	}
@@ -168,7 +176,11 @@ func (g *generation) accept(res backend.LaneResult, drafts []int32) []int32 {
 	if len(drafts) == 0 {
 		why = drawDecode
 	}
-	bonus := g.sampler.next(res.Logits[len(drafts)], position+len(drafts), why)
+	list, err := g.candidates(res, len(drafts))
+	if err != nil {
+		return nil, err
+	}
+	bonus := g.sampler.next(list, position+len(drafts), why)
 	g.sampler.uncount(drafts...)
-	return append(drafts[:len(drafts):len(drafts)], bonus)
+	return append(drafts[:len(drafts):len(drafts)], bonus), nil
 }

@@ -4,6 +4,7 @@ import (
 	"math"
 	"slices"
 
+	"ninfer/internal/backend"
 	"ninfer/internal/num"
 )
 
@@ -67,19 +68,51 @@ func newSampler(s Sampling, ids int) *sampler {
 	return &sampler{Sampling: s, ids: ids, counts: map[int32]int{}, list: make([]candidate, 0, TopKLimit+1)}
 }
 
-// filter returns the distribution that is drawn from, best first (product.md 9.1.2). Logits are rounded to BF16, as a device stores
-// them. The result is valid until the next call.
-func (s *sampler) filter(logits []float32) []candidate {
-	limit := s.TopK
-	if limit <= 0 || limit > TopKLimit {
-		limit = TopKLimit
+// limit is the most candidates of a draw.
+func (s *sampler) limit() int {
+	if s.TopK <= 0 || s.TopK > TopKLimit {
+		return TopKLimit
 	}
+	return s.TopK
+}
+
+// adjusted is the value of an id's logit, rounded to BF16 as a device stores it, after penalties.
+func (s *sampler) adjusted(id int32, logit float32) float64 {
+	v := num.RoundBF16(float64(logit))
+	if n := s.counts[id]; n > 0 {
+		v -= s.Presence + s.Frequency*float64(n)
+	}
+	return v
+}
+
+// among returns what filter does where the most likely ids tell: an id outside of the list has at most the least value in it, and
+// penalties make nothing larger.
+func (s *sampler) among(likely []backend.Likely) (list []candidate, ok bool) {
+	if s.Presence < 0 || s.Frequency < 0 {
+		return nil, false
+	}
+	limit, least := s.limit(), math.Inf(1)
+	list = s.list[:0]
+	for _, l := range likely {
+		least = min(least, float64(l.Value))
+		list = insert(list, limit, candidate{id: l.ID, value: s.adjusted(l.ID, l.Value)})
+	}
+	s.list = list
+	if len(likely) < s.ids && (len(list) < limit || !(list[limit-1].value > least)) {
+		return nil, false
+	}
+	return s.cut(list), true
+}
+
+// filter returns the distribution that is drawn from, best first (product.md 9.1.2). The result is valid until the next call.
+func (s *sampler) filter(logits []float32) []candidate {
+	limit := s.limit()
 	logits = logits[:min(s.ids, len(logits))]
 	list := s.list[:0]
 	// Tokens that were generated have values of their own; among the many others only what may exceed the last of a full list is looked at.
 	for id, n := range s.counts {
 		if n > 0 && int(id) < len(logits) {
-			list = insert(list, limit, candidate{id: id, value: num.RoundBF16(float64(logits[id])) - s.Presence - s.Frequency*float64(n)})
+			list = insert(list, limit, candidate{id: id, value: s.adjusted(id, logits[id])})
 		}
 	}
 	floor := floorOf(list, limit)
@@ -98,9 +131,11 @@ func (s *sampler) filter(logits []float32) []candidate {
 		}
 	}
 	s.list = list
-	if len(list) == 0 {
-		return nil
-	}
+	return s.cut(list)
+}
+
+// cut gives the candidates weights and drops those that min-p and top-p leave out.
+func (s *sampler) cut(list []candidate) []candidate {
 	var total float64
 	keep := 0
 	for i := range list {
@@ -183,14 +218,13 @@ func probability(list []candidate, id int32) float64 {
 }
 
 // next draws the token at an output position.
-func (s *sampler) next(logits []float32, position int, p purpose) int32 {
-	return draw(s.filter(logits), -1, uniform(s.Seed, position, p))
+func (s *sampler) next(list []candidate, position int, p purpose) int32 {
+	return draw(list, -1, uniform(s.Seed, position, p))
 }
 
 // judge decides one draft: whether it stands, and the token drawn in its place if not (product.md 9.2.2). A draft is what a
 // deterministic drafter said, so keeping it with its own probability, and else drawing from the rest, keeps the distribution.
-func (s *sampler) judge(logits []float32, draft int32, position int) (ok bool, instead int32) {
-	list := s.filter(logits)
+func (s *sampler) judge(list []candidate, draft int32, position int) (ok bool, instead int32) {
 	if uniform(s.Seed, position, drawAccept) < probability(list, draft) {
 		return true, 0
 	}

@@ -1,10 +1,14 @@
 package engine
 
 import (
+	"cmp"
 	"math"
 	"math/rand/v2"
 	"slices"
 	"testing"
+
+	"ninfer/internal/backend"
+	"ninfer/internal/num"
 )
 
 // reference is product.md 9.1.2 written the long way: sort everything, then cut.
@@ -100,6 +104,60 @@ func TestFilter(t *testing.T) {
 	}
 }
 
+// A list of the most likely ids gives the candidates of all logits, or says that it does not.
+func TestAmong(t *testing.T) {
+	rng := rand.New(rand.NewPCG(5, 3))
+	const ids = 200
+	told, untold := 0, 0
+	for i := range 2000 {
+		logits := make([]float32, ids)
+		for j := range logits {
+			logits[j] = num.FromBF16(num.ToBF16(float32(rng.NormFloat64() * 3)))
+			if rng.IntN(3) == 0 {
+				logits[j] = float32(rng.IntN(12)) / 2 // ties
+			}
+		}
+		s := Sampling{Temperature: 1, TopK: rng.IntN(21), TopP: 0.95, Presence: float64(rng.IntN(4)), Frequency: rng.Float64()}
+		if i%10 == 0 {
+			s.Presence, s.Frequency = -float64(i%20)/10, -0.5
+		}
+		sm := newSampler(s, ids)
+		for range rng.IntN(40) {
+			sm.count(int32(rng.IntN(ids)))
+		}
+		order := make([]int32, ids)
+		for j := range order {
+			order[j] = int32(j)
+		}
+		slices.SortStableFunc(order, func(a, b int32) int { return cmp.Compare(logits[b], logits[a]) })
+		most := order[:[]int{24, 30, 60, ids}[rng.IntN(4)]]
+		slices.Sort(most)
+		var likely []backend.Likely
+		for _, id := range most {
+			likely = append(likely, backend.Likely{Value: logits[id], ID: id})
+		}
+		got, ok := sm.among(likely)
+		got = slices.Clone(got)
+		if !ok {
+			untold++
+			if len(most) == ids && s.Presence >= 0 && s.Frequency >= 0 {
+				t.Fatal("all ids do not tell")
+			}
+			continue
+		}
+		told++
+		if s.Presence < 0 || s.Frequency < 0 {
+			t.Fatal("ids that penalties raise are in no list")
+		}
+		if want := sm.filter(logits); !slices.Equal(got, want) {
+			t.Fatalf("%+v, %d of %d ids: %v, want %v", s, len(most), ids, got, want)
+		}
+	}
+	if told < 500 || untold < 200 {
+		t.Errorf("%d lists told, %d did not: the test sees too little", told, untold)
+	}
+}
+
 // chiSquare returns the p-value of counts against probabilities, by the Wilson-Hilferty approximation.
 func chiSquare(counts map[int32]int, p map[int32]float64, n int) float64 {
 	var x float64
@@ -143,7 +201,7 @@ func TestDrawDistribution(t *testing.T) {
 		counts := map[int32]int{}
 		const n = 20000
 		for i := range n {
-			counts[sm.next(logits, i, drawDecode)]++
+			counts[sm.next(sm.filter(logits), i, drawDecode)]++
 		}
 		if p := chiSquare(counts, want, n); !(p > 0.01) {
 			t.Errorf("%s: p = %g", name, p)
@@ -164,7 +222,7 @@ func TestJudgeDistribution(t *testing.T) {
 			counts := map[int32]int{}
 			const n = 20000
 			for i := range n {
-				ok, id := sm.judge(logits, draft, i)
+				ok, id := sm.judge(sm.filter(logits), draft, i)
 				if ok {
 					id = draft
 				}

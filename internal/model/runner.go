@@ -147,6 +147,9 @@ func (r *Runner) Prompt(in backend.LaneRows) (backend.LaneResult, error) {
 			return out, err
 		}
 		out.Picks = append(out.Picks, res.Lanes[0].Picks...)
+		if end == n && len(res.Lanes[0].Likely) > 0 { // of its last row only: WantLikelyAll is for rounds
+			out.Likely, out.Recall = res.Lanes[0].Likely, res.Lanes[0].Recall
+		}
 		for _, row := range res.Lanes[0].Logits {
 			out.Logits = append(out.Logits, slices.Clone(row)) // the next launch may overwrite it
 		}

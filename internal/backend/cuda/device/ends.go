@@ -122,16 +122,23 @@ type head struct {
 	logits driver.Ptr // [room][rows of the matrix]
 	room   int
 	best   driver.Ptr // keys of the tuned kernels' blocks; 0 if they do not take the head
+	likely kernels.LikelyParams
+	lists  []byte // pinned: what the kernel of that name finds; nil if it does not take the head
 
 	lines  []byte // pinned
 	lanes  []wants
 	raised bool // the last launch brings logits back
+	listed bool // the last launch brings lists back
 }
 
 type wants struct {
 	n      int
 	logits bool
+	likely bool
 }
+
+// drawn is the most rows of a launch that lists of likely ids are made for, beyond which logits are brought back.
+const drawn = 64
 
 func (s *step) prepareHead(c *driver.Context, op backend.Head) (func(*pass) error, error) {
 	if s.head != nil {
@@ -157,6 +164,9 @@ func (s *step) prepareHead(c *driver.Context, op backend.Head) (func(*pass) erro
 		return nil, l.err
 	}
 	s.head = hd
+	if err := hd.prepareLikely(l); err != nil {
+		return nil, err
+	}
 	return func(p *pass) error {
 		n := len(p.wanted)
 		if n == 0 {
@@ -169,14 +179,45 @@ func (s *step) prepareHead(c *driver.Context, op backend.Head) (func(*pass) erro
 				return err
 			}
 		}
-		if !p.logits && hd.best != 0 {
+		if !p.logits && !p.likely && hd.best != 0 {
 			return p.tunedBest(hd, x, n)
 		}
 		if err := p.gemv(x, 2, hd.h, n, part(hd.mat, hd.logits, hd.w.W.N, kernels.PartF32, 0)); err != nil {
 			return err
 		}
+		if p.likely {
+			q := hd.likely
+			q.Logits = hd.logits
+			return start(p, kernels.Likely, tiles(int(q.Ids), kernels.Segment), n, 1, 0, &q)
+		}
 		return start(p, kernels.Pick, n, 1, 1, 0, &kernels.PickParams{Logits: hd.logits, Map: hd.ids, Out: hd.picked, Rows: uint32(hd.w.W.N), Ids: uint32(hd.w.IDs)})
 	}, nil
+}
+
+// prepareLikely makes room for lists of likely ids, and for the logits that they come from, in steps whose tokens may be drawn.
+func (hd *head) prepareLikely(l *loader) (err error) {
+	s := hd.s
+	rows, ids := min(s.program.Pass.Rows, drawn), min(hd.w.IDs, hd.w.W.N)
+	segments := tiles(ids, kernels.Segment)
+	if s.stem || hd.w.Map != nil || segments*kernels.LikelyIDs > kernels.Candidates && segments > 1 {
+		return nil
+	}
+	hd.likely = kernels.LikelyParams{Arrived: l.zeros("arrivals of lists", 4*rows), Rows: uint32(hd.w.W.N), Ids: uint32(ids)}
+	if l.err != nil {
+		return l.err
+	}
+	if hd.likely.Best, err = s.alloc(l.c, "likely ids of segments", 8*rows*segments*kernels.LikelyIDs); err != nil {
+		return err
+	}
+	if hd.lists, err = s.pinned(l.c, 8*rows*kernels.LikelyIDs); err != nil {
+		return err
+	}
+	hd.likely.Host = driver.Ptr(uintptr(unsafe.Pointer(&hd.lists[0])))
+	if hd.room = rows; s.program.Pass.Kind == backend.Prefill {
+		hd.room = s.program.Pass.Lanes
+	}
+	hd.logits, err = s.alloc(l.c, "logits", 4*hd.room*hd.w.W.N)
+	return err
 }
 
 // tuned says whether the tuned kernels find the best of up to so many rows.
@@ -202,7 +243,7 @@ func (hd *head) plan(rows int) (tuned.Plan, tuned.GemvParams, error) {
 // reserve makes room for the logits of the wanted rows. Captured graphs know the old place: they are dropped.
 func (hd *head) reserve(p *pass) error {
 	n := len(p.wanted)
-	if n <= hd.room || !p.logits && hd.best != 0 {
+	if n <= hd.room || !p.logits && !p.likely && hd.best != 0 {
 		return nil
 	}
 	if err := p.c.SyncStream(hd.s.d.stream); err != nil {
@@ -227,9 +268,9 @@ func (hd *head) reserve(p *pass) error {
 // fetch queues the copies of what a launch brings back.
 func (hd *head) fetch(p *pass) error {
 	hd.lanes = hd.lanes[:0]
-	hd.raised = p.logits
+	hd.raised, hd.listed = p.logits, p.likely
 	for i := range p.in {
-		w := wants{logits: p.in[i].Want.Logits()}
+		w := wants{logits: p.logits && p.in[i].Want.Logits(), likely: p.likely && p.in[i].Want.Likely()}
 		switch {
 		case p.in[i].Want.All():
 			w.n = len(p.in[i].Tokens)
@@ -256,7 +297,19 @@ func (hd *head) results() backend.Result {
 	at, width := 0, 4*hd.w.W.N
 	for _, w := range hd.lanes {
 		var l backend.LaneResult
+		if w.likely {
+			l.Recall = hd.recall(at)
+		}
 		for range w.n {
+			if hd.listed {
+				list := hd.list(at)
+				l.Picks = append(l.Picks, mostLikely(list))
+				if w.likely {
+					l.Likely = append(l.Likely, list)
+				}
+				at++
+				continue
+			}
 			id := make([]int32, 1)
 			copy(bytesIn(id), hd.s.report[4+4*at:8+4*at])
 			l.Picks = append(l.Picks, id[0])
@@ -268,4 +321,38 @@ func (hd *head) results() backend.Result {
 		res.Lanes = append(res.Lanes, l)
 	}
 	return res
+}
+
+// list is the list of a wanted row.
+func (hd *head) list(row int) []backend.Likely {
+	return unsafe.Slice((*backend.Likely)(unsafe.Pointer(&hd.lists[8*kernels.LikelyIDs*row])), min(kernels.LikelyIDs, int(hd.likely.Ids)))
+}
+
+// mostLikely is the id of the largest value of a list in order of ids, the lowest one on ties.
+func mostLikely(list []backend.Likely) int32 {
+	best := list[0]
+	for _, c := range list[1:] {
+		if c.Value > best.Value || best.Value != best.Value && c.Value == c.Value {
+			best = c
+		}
+	}
+	return best.ID
+}
+
+// recall is LaneResult.Recall for the wanted rows from first on of the launch that has just ended.
+func (hd *head) recall(first int) func(int) ([]float32, error) {
+	d, seq := hd.s.d, hd.s.seq
+	return func(row int) ([]float32, error) {
+		if hd.s.seq != seq {
+			return nil, errors.New("cuda: recall: the step has been launched again")
+		}
+		logits := make([]float32, hd.w.W.N)
+		err := d.do("recall", func(c *driver.Context) error {
+			if err := c.ToHost(d.stream, bytesIn(logits), hd.logits+driver.Ptr(4*(first+row)*hd.w.W.N)); err != nil {
+				return err
+			}
+			return c.SyncStream(d.stream)
+		})
+		return logits, err
+	}
 }

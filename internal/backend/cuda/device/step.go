@@ -56,7 +56,7 @@ type step struct {
 // shape is what a captured graph depends on.
 type shape struct {
 	rows, lanes, wanted int
-	logits              bool
+	logits, likely      bool
 }
 
 // graph is a captured launch list; before the second launch of its shape there is none.
@@ -74,7 +74,8 @@ type pass struct {
 	lanes  []kernels.Lane
 	wanted []uint32
 	held   []int32 // base lengths of the lanes
-	logits bool    // some lane wants them
+	logits bool    // some lane needs them
+	likely bool    // some lane wants likely ids, and none logits
 	plain  bool    // nothing looks inside or forces: fit for a graph
 }
 
@@ -232,7 +233,7 @@ func (p *pass) begin(ctl *backend.Control) error {
 		return fmt.Errorf("%d lanes for a step of %d", len(ctl.Lanes), shape.Lanes)
 	}
 	p.in, p.rows, p.lanes, p.wanted, p.held = ctl.Lanes, p.rows[:0], p.lanes[:0], p.wanted[:0], p.held[:0]
-	p.plain, p.logits = !s.inspect, false
+	p.plain, p.logits, p.likely = !s.inspect, false, false
 	for i := range ctl.Lanes {
 		in := &ctl.Lanes[i]
 		n := len(in.Tokens)
@@ -312,12 +313,16 @@ func (p *pass) begin(ctl *backend.Control) error {
 		case in.Want != backend.WantNone:
 			p.wanted = append(p.wanted, l.First+uint32(n)-1)
 		}
-		p.logits = p.logits || in.Want.Logits()
+		p.logits = p.logits || in.Want.Logits() && !in.Want.Likely()
+		p.likely = p.likely || in.Want.Likely()
 		if in.Force != nil || in.Trace != nil {
 			p.plain = false
 		}
 		p.lanes = append(p.lanes, l)
 		p.held = append(p.held, int32(base))
+	}
+	if p.likely && (p.logits || s.head == nil || s.head.lists == nil || len(p.wanted) > drawn) {
+		p.logits, p.likely = true, false
 	}
 	return nil
 }
@@ -407,7 +412,7 @@ func (p *pass) graph() (driver.Exec, error) {
 	if !p.plain || s.d.opt.NoGraph || s.d.profile != nil || kind == backend.Prefill || kind == backend.Seed {
 		return 0, nil
 	}
-	key := shape{len(p.rows), len(p.lanes), len(p.wanted), p.logits}
+	key := shape{len(p.rows), len(p.lanes), len(p.wanted), p.logits, p.likely}
 	g, seen := s.graphs[key]
 	if !seen {
 		s.graphs[key] = &graph{}
@@ -449,7 +454,7 @@ func (p *pass) tell() error {
 	s := p.s
 	at := driver.Ptr(uintptr(unsafe.Pointer(&s.report[0])))
 	q := kernels.ReportParams{Host: at + 4, Done: at, Number: s.block}
-	if s.head != nil && len(p.wanted) > 0 {
+	if s.head != nil && len(p.wanted) > 0 && !p.likely {
 		q.Picked, q.N = s.head.picked, uint32(len(p.wanted))
 	}
 	return start(p, kernels.Report, 1, 1, 1, 0, &q)

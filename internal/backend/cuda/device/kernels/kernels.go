@@ -62,6 +62,9 @@ const (
 	Candidates = 8192
 )
 
+// LikelyIDs is how many ids Likely finds.
+const LikelyIDs = 128
+
 // ProjectRows is how many activation rows a Project kernel takes.
 const ProjectRows = 4
 

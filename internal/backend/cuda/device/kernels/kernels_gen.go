@@ -8,7 +8,7 @@ import "ninfer/internal/backend/cuda/driver"
 var archs = []string{"sm_90a", "sm_120a"}
 
 // sources are the files the machine code was made from, without suffix.
-var sources = []string{"attention", "blocks", "matrix", "project", "streams"}
+var sources = []string{"attention", "blocks", "draw", "matrix", "project", "streams"}
 
 // ID names a kernel.
 type ID int
@@ -28,6 +28,7 @@ const (
 	Attend                   // AttendParams
 	Merge                    // MergeParams
 	Route                    // RouteParams
+	Likely                   // LikelyParams
 	Gemv                     // GemvParams
 	HcUp                     // HcUpParams
 	ExpertUp                 // ExpertUpParams
@@ -65,6 +66,7 @@ var table = [kernelCount]kernelInfo{
 	{name: "attend", source: "blocks", threads: (128)},
 	{name: "merge", source: "blocks", threads: 256},
 	{name: "route", source: "blocks", threads: 32},
+	{name: "likely", source: "draw", threads: 1024},
 	{name: "gemv", source: "matrix", threads: 256},
 	{name: "hc_up", source: "matrix", threads: 256},
 	{name: "expert_up", source: "matrix", threads: 256},
@@ -532,6 +534,16 @@ type PickParams struct {
 	Ids    uint32
 }
 
+// LikelyParams mirrors the struct of that name in params.h.
+type LikelyParams struct {
+	Logits  driver.Ptr
+	Best    driver.Ptr
+	Arrived driver.Ptr
+	Host    driver.Ptr
+	Rows    uint32
+	Ids     uint32
+}
+
 // ReportParams mirrors the struct of that name in params.h.
 type ReportParams struct {
 	Picked   driver.Ptr
@@ -915,6 +927,13 @@ var layout = []uintptr{
 	offset(func(v *PickParams) *driver.Ptr { return &v.Out }),
 	offset(func(v *PickParams) *uint32 { return &v.Rows }),
 	offset(func(v *PickParams) *uint32 { return &v.Ids }),
+	sizeOf[LikelyParams](),
+	offset(func(v *LikelyParams) *driver.Ptr { return &v.Logits }),
+	offset(func(v *LikelyParams) *driver.Ptr { return &v.Best }),
+	offset(func(v *LikelyParams) *driver.Ptr { return &v.Arrived }),
+	offset(func(v *LikelyParams) *driver.Ptr { return &v.Host }),
+	offset(func(v *LikelyParams) *uint32 { return &v.Rows }),
+	offset(func(v *LikelyParams) *uint32 { return &v.Ids }),
 	sizeOf[ReportParams](),
 	offset(func(v *ReportParams) *driver.Ptr { return &v.Picked }),
 	offset(func(v *ReportParams) *driver.Ptr { return &v.Host }),

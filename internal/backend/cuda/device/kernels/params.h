@@ -338,6 +338,14 @@ struct PickParams {
   uint32_t rows, ids;
 };
 
+struct LikelyParams {
+  const float* logits;           // [n][rows]
+  uint32_t* best;                // [n][segments][128][2]: keys and ids of each segment's best
+  uint32_t* arrived;             // [n], zero between launches
+  uint32_t* host;                // [n][128][2]: values and ids, in memory of the host
+  uint32_t rows, ids;            // ids: the first of them count
+};
+
 struct ReportParams {
   const uint32_t* picked;        // [n]
   uint32_t* host;                // [n], memory of the host

@@ -35,8 +35,9 @@ __device__ const uint32_t kSizes[] = {
   sizeof(PleGateParams), offsetof(PleGateParams, key), offsetof(PleGateParams, value), offsetof(PleGateParams, x), offsetof(PleGateParams, y), offsetof(PleGateParams, inject), offsetof(PleGateParams, norm_key), offsetof(PleGateParams, norm_query), offsetof(PleGateParams, norm_conv), offsetof(PleGateParams, v), offsetof(PleGateParams, vn), offsetof(PleGateParams, h), offsetof(PleGateParams, s), offsetof(PleGateParams, eps), offsetof(PleGateParams, reserved),
   sizeof(GatherParams), offsetof(GatherParams, list), offsetof(GatherParams, x), offsetof(GatherParams, out), offsetof(GatherParams, width), offsetof(GatherParams, n),
   sizeof(PickParams), offsetof(PickParams, logits), offsetof(PickParams, map), offsetof(PickParams, out), offsetof(PickParams, rows), offsetof(PickParams, ids),
+  sizeof(LikelyParams), offsetof(LikelyParams, logits), offsetof(LikelyParams, best), offsetof(LikelyParams, arrived), offsetof(LikelyParams, host), offsetof(LikelyParams, rows), offsetof(LikelyParams, ids),
   sizeof(ReportParams), offsetof(ReportParams, picked), offsetof(ReportParams, host), offsetof(ReportParams, done), offsetof(ReportParams, number), offsetof(ReportParams, n), offsetof(ReportParams, reserved),
   sizeof(WordsParams), offsetof(WordsParams, dst), offsetof(WordsParams, bytes), offsetof(WordsParams, mask), offsetof(WordsParams, fixed), offsetof(WordsParams, mean), offsetof(WordsParams, deviation), offsetof(WordsParams, kind), offsetof(WordsParams, seed),
   sizeof(SizesParams), offsetof(SizesParams, out), offsetof(SizesParams, n), offsetof(SizesParams, reserved),
 };
-static constexpr uint32_t kSizeCount = 372;
+static constexpr uint32_t kSizeCount = 379;
