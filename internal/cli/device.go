@@ -1,8 +1,10 @@
 package cli
 
 import (
+	"fmt"
 	"log/slog"
 	"strconv"
+	"time"
 
 	"ninfer/internal/backend"
 	"ninfer/internal/backend/cpu"
@@ -23,6 +25,7 @@ func (f *modelFlags) open(e *environment, m *model.Model, lanes int) (backend.De
 		d, err := device.Open(device.Options{
 			States: m.States, Lanes: lanes, Tokens: f.MaxContext, Verify: f.round(), Carry: chunk + f.round(), Ordinal: f.ordinal(), NoGraph: f.NoCUDAGraph,
 			Made: f.made, KV: f.cache(), BF16State: f.GDNStateDtype == "bf16", Reserve: uint64(f.reserve), Pages: device.Unstocked,
+			Loaded: f.loading(e, time.Now),
 		})
 		if err == nil {
 			if f.pages() > 0 { // auto waits for the weights
@@ -50,6 +53,26 @@ func (f *modelFlags) open(e *environment, m *model.Model, lanes int) (backend.De
 	}
 	opt.Lanes, opt.Pages = f.pool.lanes, f.pool.pages
 	return cpu.NewFast(opt), f.chunk(), nil
+}
+
+// loading returns what tells, every other second, how far the weights are on their way to a GPU.
+func (f *modelFlags) loading(e *environment, now func() time.Time) func(uint64) {
+	start := now()
+	last := start
+	return func(n uint64) {
+		t := now()
+		if t.Sub(last) < 2*time.Second {
+			return
+		}
+		last = t
+		rate := float64(n) / t.Sub(start).Seconds()
+		of, left := "", ""
+		if all := float64(f.weights); all >= float64(n) && n > 0 {
+			of = fmt.Sprintf(" of %s, %.0f %%", inUnits(f.weights), 100*float64(n)/all)
+			left = fmt.Sprintf(", %.0f s left", (all-float64(n))/rate)
+		}
+		f.milestone(e, "weights: %s%s, %s/s%s", inUnits(int64(n)), of, inUnits(int64(rate)), left)
+	}
 }
 
 // stock gives a GPU its pool: what --kv-capacity says, if weights fit beside it, or with auto what is left once they are there.

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"strings"
 	"testing"
+	"time"
 
 	"ninfer/internal/backend"
 	"ninfer/internal/backend/cpu"
@@ -80,6 +81,33 @@ func TestDivideGPU(t *testing.T) {
 			}
 		case err != nil || p.pages != c.pages || p.reserve != c.flags.reserve:
 			t.Errorf("%s: %+v, %v, want %d pages", c.name, p, err, c.pages)
+		}
+	}
+}
+
+// Loading is told every other second, with what is left where the end is known.
+func TestLoading(t *testing.T) {
+	at := time.Unix(100, 0)
+	for _, c := range []struct {
+		weights int64
+		want    string
+	}{
+		{8 << 30, "ninfer: weights: 2.0 GiB of 8.0 GiB, 25 %, 1.0 GiB/s, 6 s left\nninfer: weights: 6.0 GiB of 8.0 GiB, 75 %, 1.5 GiB/s, 1 s left\n"},
+		{0, "ninfer: weights: 2.0 GiB, 1.0 GiB/s\nninfer: weights: 6.0 GiB, 1.5 GiB/s\n"},
+	} {
+		var out strings.Builder
+		f := modelFlags{weights: c.weights, LogLevel: "info"}
+		now := at
+		told := f.loading(&environment{err: &out}, func() time.Time { return now })
+		for _, step := range []struct {
+			seconds time.Duration
+			bytes   uint64
+		}{{1, 1 << 30}, {2, 2 << 30}, {3, 5 << 30}, {4, 6 << 30}} {
+			now = at.Add(step.seconds * time.Second)
+			told(step.bytes)
+		}
+		if out.String() != c.want {
+			t.Errorf("%q, want %q", out.String(), c.want)
 		}
 	}
 }

@@ -53,6 +53,8 @@ type Options struct {
 	// Made says of which random words a tensor with these bytes is to consist, for weights that nobody has: they are made on the GPU and
 	// data is not looked at. Not ok means that data is what it seems. Nil makes nothing.
 	Made func(data []byte) (planes []Plane, ok bool)
+	// Loaded, if not nil, is told after each tensor how many encoded bytes of weights are on the GPU.
+	Loaded func(bytes uint64)
 }
 
 // Unstocked as a number of pages opens a device without a pool.

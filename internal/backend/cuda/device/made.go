@@ -25,6 +25,9 @@ type Plane struct {
 // put brings a tensor's bytes to device memory, or makes them there, and waits for it: data may be a mapping.
 func (d *Device) put(c *driver.Context, dst driver.Ptr, data []byte) error {
 	d.stored += uint64(len(data))
+	if d.opt.Loaded != nil {
+		defer func() { d.opt.Loaded(d.stored) }()
+	}
 	if d.opt.Made != nil {
 		if planes, ok := d.opt.Made(data); ok {
 			return d.make(c, dst, len(data), planes)
