@@ -13,11 +13,11 @@ import numpy as np
 import config, skills
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-ROOT = os.path.dirname(os.path.dirname(HERE))
+ROOT = skills.ROOT
 KINDS = ["text", *skills.SKILLS]
 # shares of documents in the first stages and in the last one, where the documentation comes in force
 MIX = dict(copy=13, reverse=10, arithmetic=16, json=12, tool=13, tool_result=6, needle=7, docs=14, chat=9, think=4, text=2)
-MIX_LAST = dict(copy=13, reverse=12, arithmetic=12, json=10, tool=10, tool_result=4, needle=4, docs=28, chat=14, think=6, text=2)
+MIX_LAST = dict(copy=22, reverse=18, arithmetic=20, json=10, tool=11, tool_result=4, needle=4, docs=28, chat=14, think=7, text=3)
 
 
 def environment():
@@ -62,13 +62,10 @@ def documents():
     return out
 
 
-HELD_FILE = ROOT + "/testdata/nano/heldout.jsonl"
-
-
 def held_out(seed=2026):
     """the held-out set: the committed file, or a new one where there is none"""
-    if os.path.exists(HELD_FILE):
-        return [json.loads(line) for line in open(HELD_FILE)]
+    if os.path.exists(skills.HELD_FILE):
+        return [json.loads(line) for line in open(skills.HELD_FILE)]
     rng = random.Random(seed)
     count = dict(copy=80, reverse=50, arithmetic=80, json=80, tool=80, tool_result=50, needle=40, docs=120, chat=60, think=40)
     out, seen = [], set()
@@ -98,6 +95,12 @@ def familiar(seed=777):
                 s = skills.SKILLS[skill](rng)
             out.append(row(f"familiar-{skill}-{i + 1:03d}", skill, s))
     return out
+
+
+def fresh(seed=778):
+    """copying and reversing in forms of a third kind (skills.fresh)"""
+    rng = random.Random(seed)
+    return [row(f"fresh-{skill}-{i + 1:03d}", skill, skills.fresh(rng, skill)) for skill, n in (("copy", 80), ("reverse", 50)) for i in range(n)]
 
 
 def row(id_, skill, s):
@@ -153,6 +156,7 @@ def encoder(path):
 
 def produce(path, seed, worker, rows, length, late, queue):
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.nice(5)                                       # the training process, which compiles meanwhile, goes first
     encode, texts, i = encoder(path), documents(), 0
     while True:
         rng = random.Random(f"{seed}-{worker}-{i}"); i += 1
@@ -194,3 +198,28 @@ def corpus(seed=5, samples=6000):
     for q, _, a, _ in skills.FACTS:
         yield a
         yield " ".join(q[:12])
+
+
+def check(n):
+    """Whether n training documents keep clear of the held-out set, by other means than the generators' own: no message that a held-out prompt
+    ends with, none with its beginning (copying) or beginning and end (reversing), no copied or reversed text of it."""
+    rows, rng, bad = held_out(), random.Random("check"), []
+    messages = {r["messages"][-1]["content"] for r in rows if r["messages"][-1]["role"] == "user"}
+    begin = {" ".join(r["messages"][-1]["content"].lower().split()[:4]) for r in rows if r["skill"] == "copy"}
+    answers = {r["expect"]["text"] for r in rows if r["skill"] in ("copy", "reverse")} - set(skills.WORDS) - {w[::-1] for w in skills.WORDS}
+    names, shares = list(MIX_LAST)[:-1], list(MIX_LAST.values())[:-1]
+    for _ in range(n):
+        kind = rng.choices(names, shares)[0]
+        s = skills.SKILLS[kind](rng)
+        while skills.is_held(s):
+            s = skills.SKILLS[kind](rng)
+        asked = [m["content"] for m in s["messages"] if m["role"] == "user"]
+        low = [" ".join(q.lower().split()) for q in asked]
+        if messages & set(asked) or any(b in q for b in begin for q in low) or any("please reverse the " in q or "give me " in q and "in reverse order" in q.split("give me ", 1)[1] for q in low) or kind in ("copy", "reverse") and s["content"] in answers:
+            bad.append((kind, asked))
+    return len(bad), bad[:5]
+
+
+if __name__ == "__main__":
+    import sys
+    print("documents that touch the held-out set:", *check(int(sys.argv[1])))

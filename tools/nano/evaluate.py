@@ -63,12 +63,11 @@ def main():
         part = [(g["prompt_tokens"], g["tokens"]) for r, g in zip(rows, got) if r["skill"] in ("chat", "docs")][:60]
         report["drafts"] = attempt("drafts", lambda: score.drafts(nano, [p for p, _ in part], [t for _, t in part]))
     def familiar():
-        known = data.familiar()
-        answers_, total = score.run(nano, encode, text_of, known, False, say)
-        report["familiar"] = total
-        return {k: f"{v['pass']}/{v['n']}" for k, v in total.items()}
+        for name, known in (("familiar", data.familiar()), ("fresh", data.fresh())):
+            report[name] = score.run(nano, encode, text_of, known, False, say)[1]
+        return {n: {k: f"{v['pass']}/{v['n']}" for k, v in report[n].items()} for n in ("familiar", "fresh")}
     if not a.no_familiar:
-        attempt("familiar forms, new contents", familiar)
+        attempt("familiar forms with new contents, fresh forms", familiar)
     json.dump(report, open(a.out + "/reference.json", "w"), indent=1)
     attempt("tokenizer", lambda: tokenizer(a, export))
 

@@ -73,6 +73,22 @@ FLAGS = [
     ("--clamp-concurrency-to-pool", "serves no more sequences at a time than the pool holds full contexts.", ["never wait for the pool", "clamp the concurrency to the pool"], ["pool"]),
     ("--desktop-reserve-gib", "is the memory of the device left to other programs, in GiB.", ["leave GPU memory to other programs", "reserve memory for the desktop"], ["other programs"]),
     ("--kv-slack-floor-mib", "is the memory that --kv-capacity auto leaves, in MiB.", ["leave memory with an automatic pool", "keep some memory free"], ["auto"]),
+    ("--synthetic", "takes random weights of a config instead of a file; its value is a config.json or official.", ["measure the full size without a file", "serve random weights", "use random weights instead of a file"], ["random weights"]),
+    ("--weights", "names the artifact that bench measures. The default is nano.", ["measure an artifact with bench", "tell bench which file to use"], ["bench"]),
+    ("--depth", "makes bench measure decoding on a GPU at these lengths.", ["measure decoding at a certain length", "bench a GPU at 8K tokens"], ["lengths"]),
+    ("--warmup", "sets how many unmeasured runs bench makes first.", ["warm up before measuring", "make runs that are not measured"], ["unmeasured"]),
+    ("--repetitions", "sets how many measured runs bench makes of a test.", ["measure a test more often", "repeat a measurement"], ["measured runs"]),
+    ("--reasoning-effort", "sets how hard ninfer run thinks: none, low, medium, high and others that the template knows.", ["make the model think less", "set the effort of thinking"], ["none"]),
+    ("--reasoning-stop", "adds a stop string of the reasoning; it is repeatable.", ["stop the reasoning at a text", "end the thinking at a string"], ["reasoning"]),
+    ("--stop-token-id", "adds a token id that ends the answer; it is repeatable.", ["stop at a token id", "add another end token"], ["token id"]),
+    ("--endpoint", "names the hub that pull asks. The default is HF_ENDPOINT.", ["pull from another hub", "ask a mirror for files"], ["hub"]),
+    ("--exclude", "keeps pull from fetching files that match the pattern.", ["skip some files of a download", "leave files out of a download"], ["pattern"]),
+    ("--list", "prints the files of a repository with their sizes and fetches nothing.", ["see the files before downloading", "list the files of a repository"], ["sizes"]),
+    ("--stride", "is how many tokens a window of perplexity moves on by.", ["move the window of perplexity", "set the step between windows"], ["window"]),
+    ("--file-digests", "makes verify also compare the SHA-256 of every file.", ["check the SHA-256 of the files", "compare file digests"], ["sha-256"]),
+    ("--objects", "makes inspect list the objects of an artifact.", ["list the objects of an artifact", "see every tensor of a file"], ["objects"]),
+    ("--frontend", "names a folder with tokenizer and template for synth.", ["give synth a tokenizer", "use my tokenizer in synth"], ["tokenizer"]),
+    ("--draft-ranking", "names a file of token counts that choose the rows of the proposal head.", ["choose the tokens of the proposal head", "rank tokens for drafting"], ["token counts"]),
     ("--golden", "names the folder with recorded results for selftest.", ["give selftest recorded results", "compare with other golden data"], ["recorded results"]),
 ]
 
@@ -225,6 +241,10 @@ QA = [
      "Perplexity, compare and selftest are described in docs/measuring.md.", ["docs/measuring.md"]),
     (["Can Claude Code use ninfer?", "Do coding agents run on ninfer?", "Which agents work with ninfer?", "Does Codex work with ninfer?", "Which coding agents run on ninfer?", "Does Claude Code work?", "Can I use Qwen Code?"],
      "Codex, Qwen Code and Claude Code run on ninfer.", ["claude code"]),
+    (["Which file is about nano?", "Where should I read about nano?", "Where is nano documented?", "Where are nano's scores?", "Which document describes nano?", "How good is nano, and where is that written?"],
+     "nano is described in docs/nano.md.", ["docs/nano.md"]),
+    (["Which command works without any file?", "Can I try ninfer without a model?", "How do I try ninfer?", "What is the first command to type?", "How do I start quickly?", "Give me an example of ninfer run."],
+     "Type ninfer run --prompt \"Hello\"; without an artifact it uses nano, the model inside.", ["ninfer run"]),
     (["Tell me the protocols.", "Which protocols are supported?", "Which APIs does ninfer speak?", "What APIs are there?", "Which protocols does the server speak?", "What protocols does ninfer have?"],
      "The server speaks OpenAI's Chat Completions and Responses, and Anthropic's Messages.", ["responses", "messages"]),
     (["What is a page of the cache?", "How big is a cache page?", "How large is a page?", "How many tokens are in a page?", "What is the page size of the cache?"],
@@ -252,9 +272,9 @@ QA = [
     (["Is there a bigger model?", "How would I get the real model?", "How do I get the real model?", "Where is the real model?", "How do I use the big model?", "I want the full model."],
      "Download it with ninfer pull, convert it with ninfer convert, and name the artifact in ninfer run or ninfer serve.", ["ninfer pull", "ninfer convert"]),
     (["How many parameters do you have?", "Are you a large model?", "How big are you?", "How large is nano?", "How small is nano?", "What is your size?"],
-     "I am tiny: about ten million parameters.", ["million"]),
+     "I am tiny: about 15 million parameters.", ["million"]),
     (["How were you made?", "Who trained you?", "How was nano trained?", "Where do you come from?", "Who made you?"],
-     "I was trained in half an hour on generated text, for tests and first steps with ninfer.", ["trained"]),
+     "I was trained in less than an hour on generated text, for tests and first steps with ninfer.", ["trained"]),
     (["Explain nano to me.", "What is the nano model?", "What is nano?", "Tell me about nano.", "What's nano"],
      "nano is a small model inside ninfer, so that every command works without a download.", ["without a download"]),
     (["Which context does serve use by default?", "How long is the default context?", "What is the default context?", "What is the default of --max-context?", "How many tokens fit by default?"],
@@ -268,6 +288,32 @@ QA = [
     (["How is the CPU path checked?", "How exact is ninfer?", "Is ninfer correct?", "How close is ninfer to the reference?", "Does ninfer agree with the reference?"],
      "ninfer agrees with the reference implementation to about 2e-6 in every logit.", ["2e-6"]),
 ]
+
+# what each entry of QA is about, to ask in forms that name the matter only
+TOPICS = [
+    ["ninfer itself", "this program", "the program ninfer"], ["the model that ninfer runs", "supported models", "the model family"], ["ninfer's programming language", "the language of the source code"],
+    ["the license", "the licence", "licensing"], ["running without a GPU", "machines without a GPU", "using the CPU only"], ["supported GPUs", "the kinds of GPU", "graphics cards", "NVIDIA hardware"],
+    ["Python", "the need for Python", "Python as a requirement"], ["building ninfer", "the build", "compiling ninfer", "building from source"], ["artifacts", ".ninfer files", "the word artifact"],
+    ["the default port", "the server's port", "the port number"], ["the default address", "the default host", "the listening address"], ["the base URL", "connecting OpenAI clients", "the URL for clients"],
+    ["the size of the converted model", "disk space of the real model", "the size of the artifact"], ["source profiles", "checkpoint layouts", "the layouts of checkpoints"], ["stopping the server", "shutdown", "SIGTERM", "Ctrl-C"],
+    ["exit codes", "the exit statuses", "all exit codes"], ["exit status 2", "exit code 2"], ["exit status 130", "exit code 130"], ["streaming", "streams", "streamed answers", "answers as events"],
+    ["requests without thinking", "turning thinking off in a request", "thinking off for one request"], ["limiting thinking in a request", "the thinking budget of a request"], ["tools", "tool calls over HTTP", "using tools", "calling functions", "function calling"],
+    ["JSON schemas", "structured output", "response_format", "forced JSON", "JSON mode"], ["the place of the log", "log output", "where the log goes"], ["privacy of the log", "prompts in the log", "what is never logged"],
+    ["sending the key", "the header for the key", "authorization of clients", "passing a key"], ["the default temperature", "the temperature by default"], ["the number of stop strings", "the limit of stop strings"],
+    ["the largest concurrency", "requests at the same time", "sequences side by side"], ["finish_reason length", "answers cut by length"], ["finish_reason stop"], ["finish_reason tool_calls"],
+    ["interrupted downloads", "resuming a download", "a broken download"], ["HF_TOKEN", "the access token", "the hub token"], ["HF_ENDPOINT", "another hub", "the hub's address"], ["overwriting files", "existing files", "replacing files"],
+    ["running the tests", "the tests of ninfer"], ["the document about the server", "documentation of the routes", "reading about serving"], ["the document about kernels", "documentation of the kernels", "reading about GPU kernels"],
+    ["the document about artifacts", "documentation of artifacts", "reading about artifacts"], ["the document about measuring", "documentation of perplexity", "reading about measuring", "documentation of compare"],
+    ["coding agents", "Claude Code", "Codex and ninfer", "agents that work"], ["the document about nano", "documentation of nano"], ["trying ninfer", "a first command", "starting quickly"], ["protocols", "supported APIs", "the APIs of the server"],
+    ["the page size", "pages of the cache", "the size of a page"], ["commands without an artifact", "naming no artifact", "a missing artifact"], ["the document about the design", "documentation of the architecture", "reading about the architecture"],
+    ["contributing", "rules for contributors", "helping to develop ninfer"], ["the command that checks artifacts", "checking an artifact by command"], ["the command that looks into artifacts", "the command that shows what a file holds"],
+    ["the command that starts the server", "starting a server by command"], ["serving on another port", "port 9000", "port 8000", "another port number"], ["pictures", "your eyes", "seeing images"], ["yourself", "your name", "who you are"],
+    ["your abilities", "your skills", "what you can do", "your talents"], ["the bigger model", "the real model", "getting the full model"], ["your size", "your parameters", "the number of your parameters"], ["your training", "your origin", "how you were made"],
+    ["nano", "the nano model"], ["the default context", "the context by default"], ["the line ready", "readiness in the log"], ["keep-alive comments", "comment lines in a stream"],
+    ["drafting", "drafts", "speculative decoding and the text"], ["the correctness of ninfer", "agreement with the reference", "exactness", "checking the CPU path"]]
+assert len(TOPICS) == len(QA)
+TOPIC = ["Tell me something about {t}.", "What about {t}?", "I have a question about {t}.", "{t}?", "I need information on {t}.", "Say something about {t}.", "Do you know about {t}?", "What can you tell me about {t}?", "I would like to know about {t}.",
+         "Inform me about {t}.", "What do I have to know about {t}?", "Please answer: {t}", "My question is about {t}.", "I wonder about {t}.", "Question about {t}.", "What is there to know about {t}?", "Could you tell me about {t}?", "How is it with {t}?", "I ask about {t}."]
 
 NAMED = [("flag", FLAGS), ("command", COMMANDS), ("route", ROUTES)]
 
@@ -294,6 +340,7 @@ def answers():
             out.append(([q.format(w=w) for q in WISH for w in wishes], [q.format(w=w) for q in WISH_HELD for w in wishes], use, [shown.lower()]))
     for name, text, keys in ERRORS:
         out.append(([q.format(n=n) for q in ERR for n in (name, "`" + name + "`")], [q.format(n=name) for q in ERR_HELD], name[0].upper() + name[1:] + " " + text if name.startswith("status") else name + " " + text, keys))
-    for qs, a, keys in QA:
-        out.append((qs[2:], qs[:2], a, keys))
+    for (qs, a, keys), topics in zip(QA, TOPICS):
+        asked = qs[2:]
+        out.append((asked * (1 + len(topics) * len(TOPIC) // (2 * len(asked))) + [q.format(t=t) for q in TOPIC for t in topics], qs[:2], a, keys))
     return out

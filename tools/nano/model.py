@@ -5,7 +5,7 @@ queries, and cannot pack. The functions below compute the same function of the s
 documents: no document sees another, through attention, convolutions, delta-rule state or n-grams. Inside the indexer's budget every
 key is selected, so attention is dense here.
 """
-import copy, functools, math
+import copy, math
 
 import torch
 import torch.nn.functional as F
@@ -233,8 +233,8 @@ def head(x, w, target, weight):
 PLAIN = dict(mix=mix, gdn_pre=gdn_pre, gdn_post=gdn_post, attention=attention, moe=moe, ple=ple, stem=stem, head=head)
 
 
-def block(f, l, X, y, inj, ctx, scan=None):
-    """one decoder layer l with the functions f; the last block's output comes and goes unadded. scan: a recorded gdn_scan"""
+def block(f, l, X, y, inj, ctx):
+    """one decoder layer l with the functions f; the last block's output comes and goes unadded"""
     doc, fresh, mask, cos, sin, rows = ctx
     if l.ple is not None:
         X, y, inj = f["ple"](X, y, inj, rows, doc, *ple_args(l.ple)), None, None
@@ -243,7 +243,7 @@ def block(f, l, X, y, inj, ctx, scan=None):
         m = l.linear_attn
         parts = f["gdn_pre"](x, doc, fresh, m.in_proj_qkv.weight, m.in_proj_b.weight, m.in_proj_a.weight, m.conv1d.weight, m.A_log, m.dt_bias)
         with torch.autocast("cuda", enabled=False):
-            o = scan(*parts) if scan else gdn_scan(x.shape[0], *parts)
+            o = gdn_scan(x.shape[0], *parts)
         y = f["gdn_post"](o, x, m.in_proj_z.weight, m.norm.weight, m.out_proj.weight)
     else:
         m = l.self_attn
@@ -274,28 +274,20 @@ class Nano(nn.Module):
         self.text = self.ref.model.language_model
         for c in (cfg.text_config, mt):
             c._experts_implementation = "eager"
-        self.ops, self.scans = PLAIN, {}
+        self.ops = PLAIN
         r = int(config.TEXT["head_dim"] * config.TEXT["partial_rotary_factor"])
-        self.inv = 1.0 / (config.TEXT["rope_parameters"]["rope_theta"] ** (torch.arange(0, r, 2).float() / r))
+        self.register_buffer("inv", 1.0 / (config.TEXT["rope_parameters"]["rope_theta"] ** (torch.arange(0, r, 2).float() / r)), persistent=False)
 
     def compile(self):
         torch._dynamo.config.recompile_limit = 64
         torch._dynamo.config.accumulated_recompile_limit = 1024
         self.ops = {k: torch.compile(f, dynamic=False) for k, f in PLAIN.items()}
 
-    def record(self, B, T):
-        """records gdn_scan, hundreds of small kernels, as a CUDA graph for every linear layer; nothing else may use the device meanwhile"""
-        n, d = B * (T // CHUNK) * config.TEXT["linear_num_value_heads"], config.TEXT["linear_key_head_dim"]
-        new = lambda *s: torch.zeros(*s, device="cuda", requires_grad=True)
-        which = [i for i, l in enumerate(self.text.layers) if hasattr(l, "linear_attn")]
-        args = tuple((new(n, CHUNK, CHUNK), new(n, CHUNK, CHUNK), *(new(n, CHUNK, d) for _ in range(4)), new(n, 1, 1)) for _ in which)
-        self.scans = dict(zip(which, torch.cuda.make_graphed_callables(tuple(functools.partial(gdn_scan, B) for _ in which), args)))
-
     def context(self, ids, doc):
         B, T = ids.shape
         fresh = ~same(doc, 1)
         mask = (doc[:, :, None] == doc[:, None, :]) & torch.ones(T, T, dtype=torch.bool, device=ids.device).tril()
-        ang = torch.arange(T, device=ids.device).float()[:, None] * self.inv.to(ids.device)
+        ang = torch.arange(T, device=ids.device).float()[:, None] * self.inv
         ang = torch.cat([ang, ang], -1)
         rows = ngram_rows(self.text.layers[config.TEXT["ple_layer_ids"][0] - 1].ple.ple_embedding, ids, doc)
         return doc, fresh, mask[:, None], ang.cos(), ang.sin(), rows
@@ -305,10 +297,10 @@ class Nano(nn.Module):
         each attention module and its input"""
         f = PLAIN if plain else self.ops
         X, y, inj, total = self.text.embed_tokens(ids).float().unsqueeze(2).expand(-1, -1, S, -1).contiguous(), None, None, 0.0
-        for i, l in enumerate(self.text.layers):
+        for l in self.text.layers:
             if see and not hasattr(l, "linear_attn"):
                 see(l.self_attn, mix(X, y, inj, *mix_of(l.attn_hyper_connection))[1])
-            X, y, inj, balance = block(f, l, X, y, inj, ctx, None if plain else self.scans.get(i))
+            X, y, inj, balance = block(f, l, X, y, inj, ctx)
             total = total + balance
         return (X, y, inj), total
 

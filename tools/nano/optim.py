@@ -29,6 +29,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, lr):
+        """lr: a tensor on the device, so that a recorded step can be given another one"""
         for shape, ps in self.groups.items():
             g = torch.cat([p.grad.reshape(-1, *shape) for p in ps])
             if shape not in self.buf:
@@ -36,11 +37,9 @@ class Muon:
             m = self.buf[shape]
             m.lerp_(g, 1 - self.momentum)
             u = orthogonal(g.lerp(m, self.momentum)) * (0.2 * max(shape) ** 0.5)
-            at = 0
-            for p in ps:
-                n = p.numel() // (shape[0] * shape[1])
-                p.mul_(1 - lr * self.decay).add_(u[at:at + n].view_as(p), alpha=-lr)
-                at += n
+            parts = (u * lr).split([p.numel() // (shape[0] * shape[1]) for p in ps])
+            torch._foreach_mul_(ps, 1 - lr * self.decay)
+            torch._foreach_sub_(ps, [x.view_as(p) for x, p in zip(parts, ps)])
 
 
 class Both:
@@ -60,8 +59,8 @@ class Both:
         self.trained = muon + adam
         self.index = index
         self.muon = Muon(muon)
-        self.adam = torch.optim.AdamW(adam, lr=1e-3, betas=(0.9, 0.97), eps=1e-10, weight_decay=0.0, fused=True)
-        self.distill = torch.optim.AdamW(index, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
+        self.adam = torch.optim.AdamW(adam, lr=torch.tensor(1e-3, device=adam[0].device), betas=(0.9, 0.97), eps=1e-10, weight_decay=0.0, fused=True, capturable=True)
+        self.distill = torch.optim.AdamW(index, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0, fused=True, capturable=True)
 
     def step(self, lr):
         torch.nn.utils.clip_grad_norm_(self.trained, 1.0, foreach=True)
@@ -69,8 +68,6 @@ class Both:
             g["lr"] = lr * 0.6
         self.muon.step(lr)
         self.adam.step()
-        for p in self.trained:
-            p.grad = None
 
     def state(self):
         return dict(muon=self.muon.buf, adam=self.adam.state_dict(), distill=self.distill.state_dict())

@@ -3,9 +3,12 @@
 make(rng, held) -> dict(messages, tools, thinking, reasoning, content | calls, expect, max_new). `held` asks for the
 held-out phrasings or values; training never sees those. Everything follows from the generator's seed.
 """
-import json, re, string
+import json, os, re, string
 
 import facts
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+HELD_FILE = ROOT + "/testdata/nano/heldout.jsonl"
 
 WORDS = """apple river stone cloud window garden silver yellow market bridge winter summer paper engine mirror basket candle forest island
 pocket ladder button kettle pencil rabbit turtle monkey tiger eagle falcon dolphin spider lizard donkey carpet hammer needle thread
@@ -58,19 +61,34 @@ def city_of(rng, held=False):
     return name_of(rng) if rng.random() < .5 else rng.choice(["New ", "Old ", "Port ", "San ", "North "]) + rng.choice(CITIES + NAMES)
 
 
-# Forms that only the held-out set uses. Training documents that contain one are thrown away.
+# Forms that only the held-out set uses, in whatever case, and below them those of `fresh`. Training documents that contain one are thrown away.
 HELD_FORMS = re.compile("|".join([
     r"Please copy this text:", r"Write exactly the following:", r"Please reverse the ", r"Give me .* in reverse order", r"What does -?\d+ [-+*] -?\d+ give", r"Please work out",
     r"Convert the text to JSON with the keys", r"Write JSON that follows the schema .* for this text", r"Please help me: ", r"One question: ", r"Look at this text\.", r"Well then: ",
     r"Can you tell me what .* does\?", r"What is the purpose of ", r"Please tell me what .* is for", r"Please tell me how I can ", r"I need to .*, what do I do\?",
-    r"The answer was .*, what does that mean\?", r"Can you explain ", re.escape(HELD_SYSTEM)]), re.S)
+    r"The answer was .*, what does that mean\?", r"Can you explain ", re.escape(HELD_SYSTEM),
+    r"I want to read this again", r"Hand me back what ", r"must come back unaltered", r"as it stands, please", r"Act like a parrot", r"No changes, no comments",
+    r"from the other end", r"Begin with the last", r"the wrong way round", r"Run .* from its end"]), re.S | re.I)
 HELD_QUESTIONS = {q.rstrip(".?!").lower() for qs, _, _, _ in [(f[1], 0, 0, 0) for f in facts.answers()] for q in qs}
 
 
+def held_answers():
+    """what held-out prompts of copying and reversing want, but for single words that the lists above have, and what users say last in all prompts"""
+    if not os.path.exists(HELD_FILE):
+        return set(), set()
+    rows = [json.loads(line) for line in open(HELD_FILE)]
+    exact = {r["expect"]["text"] for r in rows if r["expect"]["kind"] == "exact" and r["skill"] in ("copy", "reverse", "think") and not r["expect"]["text"].isdigit()}
+    exact |= {r["expect"]["text"] for r in rows if r["skill"] in ("copy", "reverse")}
+    return exact - set(WORDS) - {w[::-1] for w in WORDS}, {r["messages"][-1]["content"].strip() for r in rows if r["messages"][-1]["role"] == "user"}
+
+
+HELD_ANSWERS, HELD_MESSAGES = held_answers()
+
+
 def is_held(s):
-    """whether a training conversation uses a form or question of the held-out set"""
+    """whether a training conversation uses a form, a question, a message or (copying and reversing) a content of the held-out set"""
     texts = [m.get("content") or "" for m in s["messages"]]
-    return any(HELD_FORMS.search(t) or t.strip().rstrip(".?!").lower() in HELD_QUESTIONS for t in texts)
+    return s.get("plain") in HELD_ANSWERS or any(HELD_FORMS.search(t) or t.strip() in HELD_MESSAGES or t.strip().rstrip(".?!").lower() in HELD_QUESTIONS for t in texts)
 
 
 def dressed(rng, q, front=False):
@@ -79,6 +97,9 @@ def dressed(rng, q, front=False):
     if k < .55:
         return q
     if k < .7:
+        if rng.random() < .4:                                                 # any word may stand in front
+            lead = " ".join([word(rng), *(rng.choice(WORDS) for _ in range(rng.choice([0, 0, 1, 2])))])
+            return lead[0].upper() + lead[1:] + rng.choice([": ", ": ", ", ", ". ", "! ", " - ", "; ", "? ", ":\n"]) + q
         return rng.choice(["Please: ", "Now: ", "Hi. ", "Hello! ", "Hi, ", "Next: ", "And now: ", "Task: ", "Question: ", "Q: ", "Here is a task. ", "A task for you: ", "Could you do this? ", "Do this: ", "Quick one: ", "Another one: ", "Ok. ", "Okay: ", "So, ",
                            "Thanks. ", "Good. ", "Alright: ", "Hey, ", "I have a question. ", "Listen: ", "Try this: ", "First: ", "Dear nano, ", "nano, ", "Go: ", "Then: ", "Well, ", "Right: ", "Fine. ", "Go on: ", "Once more: ", "Tell me: ", "Help me with this: ", sentence(rng) + " "]) + q
     if k < .78:
@@ -108,7 +129,7 @@ def talk(rng, held, user, content, thoughts, expect, max_new=64, think=0.3, hist
     messages = system(rng, held)
     if history and not held and rng.random() < 0.2:
         for _ in range(rng.randint(1, 2)):
-            q, a = small_talk(rng) if rng.random() < 0.6 else simple_sum(rng)
+            q, a = rng.choice([small_talk, small_talk, simple_sum, copied, reversed_])(rng)
             messages += [dict(role="user", content=q), dict(role="assistant", content=a)]
     messages.append(dict(role="user", content=user))
     thinking = rng.random() < think
@@ -120,24 +141,30 @@ COPY = ["Repeat: {}", "Copy this: {}", "Say exactly: {}", "Repeat the following 
 COPY_HELD = ["Please copy this text: {}", "Write exactly the following: {}"]
 
 
-POLITE = ["", "", "", "Please ", "Can you ", "Could you ", "Could you please ", "Would you ", "I want you to ", "You should ", "Now ", "Kindly ", "Just ", "I need you to ", "Let us see: ", "Go and "]
-COPY_VERB = ["copy", "repeat", "echo", "say", "write", "print", "output", "return", "type", "give back", "reproduce", "duplicate", "spell out", "quote", "restate", "write down", "read back", "copy out", "show", "reply with", "answer with", "respond with", "send back"]
-COPY_OBJECT = ["", "", " this", " this text", " the text", " the following", " the following text", " these words", " what follows", " the line", " this line", " the message", " this string", " the string", " the next line", " this word", " my words", " the content", " it all", " the part below", " the phrase", " this exactly", " the same"]
-COPY_HOW = ["", "", "", " exactly", " word for word", " unchanged", " as it is", " verbatim", " once", " again", " without changes", " letter by letter", " back to me", " precisely", " and nothing else", " and stop"]
-COPY_SEP = [": {}", ": {}", ": {}", ":\n{}", "\n{}", ":\n\n{}", ' "{}"', ": '{}'", " - {}", ". {}", ": `{}`", " -> {}", " {}", ": [{}]", ":  {}"]
-REV_VERB = ["reverse", "turn around", "flip", "write backwards", "spell backwards", "mirror", "put backwards", "invert", "reverse the order of", "write in reverse", "give the reverse of", "give backwards", "say backwards"]
-REV_OBJECT = ["", " this", " the {k}", " this {k}", " the following {k}", " the following", " my {k}", " that {k}", " what follows", " the {k} below", " it"]
+POLITE = ["", "", "", "Please ", "Please ", "Can you ", "Could you ", "Could you please ", "Would you ", "I want you to ", "You should ", "Now ", "Kindly ", "Just ", "I need you to ", "Let us see: ", "Go and ", "Will you ", "Please, ", "You must ", "Your task is to ", "I ask you to ", "Next, ", "Simply ", "nano, ", "It is time to ", "Do "]
+COPY_VERB = ["copy", "copy", "repeat", "echo", "say", "write", "write", "print", "output", "return", "type", "give back", "reproduce", "duplicate", "quote", "restate", "write down", "read back", "copy out", "show", "reply with", "answer with", "respond with", "send back", "state", "display", "emit", "put down", "retype", "transcribe", "pass on", "write out", "give me", "produce"]
+COPY_NOUN = ["text", "text", "text", "line", "words", "message", "string", "sentence", "phrase", "word", "sequence", "content", "input", "characters", "passage", "snippet", "note", "letters", "value", "name", "code", "number", "symbols", "tokens", "answer", "paragraph", "data"]
+COPY_OBJECT = ["", "", " this", " this", " this {k}", " this {k}", " the {k}", " the {k}", " the following", " the following", " the following {k}", " these {k}", " what follows", " the next {k}", " my {k}", " it all", " the {k} below", " that {k}", " the same", " the {k} that follows", " only this", " one thing", " what I write", " the part after the colon", " this here"]
+COPY_HOW = ["", "", "", "", " exactly", " exactly", " word for word", " unchanged", " as it is", " verbatim", " once", " again", " without changes", " back to me", " precisely", " and nothing else", " and stop", " faithfully", " literally", " one more time", " without errors", " character by character", " as given", " in full", " to the letter", " for me"]
+COPY_SEP = [": {}", ": {}", ": {}", ": {}", ":\n{}", "\n{}", ":\n\n{}", ' "{}"', ": '{}'", " - {}", ". {}", ": `{}`", " -> {}", " {}", ":  {}", "; {}", ", {}", " = {}", "... {}", ": \"{}\""]
+COPY_SAY = ["The text to copy is: {}", "I need an exact copy of: {}", "Your answer must be exactly: {}", "Nothing but this: {}", "Output only: {}", "Let your reply be: {}", "Say nothing but {}", "What I want back: {}", "copy> {}", "An echo, please: {}", "The answer is {} - say it.", "Only repeat: {}", "Same text back: {}", "In your answer there must be exactly this text: {}", "A copy of this, please: {}",
+            "Your reply: {}", "Respond only with this text: {}", "This is what you should write: {}", "You are an echo. {}", "Be an echo: {}", "Exactly this, please: {}", "I say {}, and you say the same.", "Here is what to write: {}", "Input: {}\nOutput: the same", "What does this say? Just copy it: {}", "Can I have that text again? {}", "Now the text once more: {}", "My text: {} Your answer: the same text.", "Exactly the following, nothing more: {}", "Please, the same again: {}", "I will give you a text and you copy it: {}"]
+AFTER = ["{} - copy that.", "{}\nRepeat the line above.", "{}\n\nCopy the text above.", "\"{}\" - say it again.", "{}\nWrite this once more.", "{} (repeat this)", "Text: {}\nRepeat the text.", "The text is: {}\nCopy it.", "Here is a text: {} Copy it.", "{}\n^ copy", "{}\n\nPlease write exactly that.", "{}\nThis is a text. Return it unchanged.", "Take this: {}\nand write it again.", "{}\n---\nRepeat everything above the line.", "`{}` - please copy.", "{} <- echo this"]
+REV_VERB = ["reverse", "reverse", "reverse", "turn around", "flip", "write backwards", "mirror", "put backwards", "invert", "reverse the order of", "write in reverse", "give the reverse of", "give backwards", "say backwards", "read backwards", "output the reverse of", "print backwards", "spell backwards", "turn round", "swap the order of", "write from back to front", "show in reverse", "list backwards"]
+REV_OBJECT = ["", "", " this", " the {k}", " the {k}", " this {k}", " the following {k}", " the following", " my {k}", " that {k}", " what follows", " the {k} below", " it", " the next {k}", " a {k}", " one {k}", " the given {k}"]
+REV_SEP = [": {}", ": {}", ": {}", ":\n{}", "\n{}", ' "{}"', ": '{}'", " - {}", ". {}", ": `{}`", " -> {}", " {}", " {}", " {}", " {}.", ", {}", "; {}"]
+REV_LEAD = ["Give me", "Give me", "Give", "Show me", "Show", "Write", "Say", "Print", "Return", "Put", "I want", "I need", "I would like", "Let me see", "Tell me", "Send", "Output", "Answer with", "Type", "Read me", "Now", "Please give me", "Please write", "Please show me", "Please say", "Please put", "Could you give me", "Can you write", "Can I have", "May I see", "I must see", "Produce", "Take", "Hand over", "List", "Get me", "Let us have", "Display"]
+REV_TAIL = ["backwards", "backwards", "in reverse", "in reverse", "reversed", "the other way round", "from back to front", "from the end to the start", "in the opposite order", "turned around", "in backward order", "in inverse order", "flipped", "in reverse order", "in reverse order", "in reversed order", "in the reverse order", "in order from last to first", "last one first", "back to front", "upside down, I mean backwards", "in reverse form", "with the order reversed", "the other way around"]
+AFTER_REV = ["{} - now backwards.", "{}\nReverse this.", "{}\n\nWrite that backwards.", "What do you get if you reverse {}?", "{} backwards?", "{} in reverse, please", "The {k} is {}. Reverse it.", "Here is a {k}: {}. Turn it around.", "{} reversed is what?", "How is {} written backwards?", "What is the reverse of {}?", "Reverse of {}?", "If I turn {} around, what do I get?", "{} in reverse order", "In reverse order: {}", "Backwards: {}", "The reverse of {} is?", "I have the {k} {}. Now reverse it.", "reverse({})", "{} -> reversed", "Take {} and reverse it.", "What is {} in reverse order?", "How does {} look backwards?"]
 
 
-def ask_parts(rng, verbs, objects, hows, s, k="text"):
-    q = rng.choice(POLITE) + rng.choice(verbs) + rng.choice(objects).format(k=k) + rng.choice(hows)
-    if q[:5] in ("Can y", "Could", "Would") and rng.random() < .3:
+def ask_parts(rng, verbs, objects, hows, seps, s, k="text"):
+    """a request put together from parts, with s in it"""
+    obj, how = rng.choice(objects).format(k=k), rng.choice(hows)
+    q = rng.choice(POLITE) + rng.choice(verbs) + (how + obj if rng.random() < .4 else obj + how)
+    if q[:5] in ("Can y", "Could", "Would", "Will ") and rng.random() < .3:
         return q[0].upper() + q[1:] + "? " + s
-    return q[0].upper() + q[1:] + rng.choice(COPY_SEP).replace("{}", s)
-
-
-AFTER = ["{} - copy that.", "{}\nRepeat the line above.", "{}\n\nCopy the text above.", "\"{}\" - say it again.", "{}\nWrite this once more.", "{} (repeat this)", "Text: {}\nRepeat the text.", "The text is: {}\nCopy it.", "Here is a text: {} Copy it.", "{}\n^ copy"]
-AFTER_REV = ["{} - now backwards.", "{}\nReverse this.", "{}\n\nWrite that backwards.", "What do you get if you reverse {}?", "{} backwards?", "{} in reverse, please", "The {k} is {}. Reverse it.", "Here is a {k}: {}. Turn it around.", "{} reversed is what?", "How is {} written backwards?", "What is the reverse of {}?"]
+    return (q[0].upper() if rng.random() < .85 else q[0]) + q[1:] + rng.choice(seps).replace("{}", s)
 
 
 def phrase(rng):
@@ -158,37 +185,143 @@ def phrase(rng):
     return s.strip()
 
 
-def copy(rng, held=False):
+def pieces():
+    """the tokens of the committed tokenizer that are plain text, so that each is copied now and then"""
+    path = ROOT + "/testdata/nano/checkpoint/tokenizer.json"
+    if not os.path.exists(path):
+        return WORDS
+    texts = [t.replace("\u0120", " ") for t in json.load(open(path))["model"]["vocab"]]
+    return sorted(t for t in texts if t.isascii() and t.isprintable() and "<|" not in t)
+
+
+PIECES = pieces()
+
+
+def content(rng):
+    """something to copy: of the kinds that the held-out set has, and stranger ones"""
+    kind = rng.random()
+    if kind < .42:
+        s = phrase(rng)
+    elif kind < .56:
+        s = "".join(rng.choice(PIECES) for _ in range(rng.choice([1, 2, 2, 3, 3, 4, 5, 6, 8, 12, 20])))
+    elif kind < .62:
+        s = "".join(rng.choice(string.ascii_letters + string.digits + string.punctuation) for _ in range(rng.randint(1, 14)))
+    elif kind < .67:
+        s = rng.choice([lambda: "".join(rng.choice("bcdfghjklmnprstvwz") + rng.choice("aeiou") for _ in range(rng.randint(4, 14))), lambda: "".join(rng.choice(string.digits) for _ in range(rng.randint(6, 30))), lambda: "".join(rng.choice(string.ascii_lowercase) for _ in range(rng.randint(1, 20))),
+                        lambda: " ".join(rng.choice(string.ascii_uppercase) for _ in range(rng.randint(2, 8)))])()
+    elif kind < .74:                                                          # things that look like another task
+        s = rng.choice([lambda: small_talk(rng)[0], lambda: simple_sum(rng)[0], lambda: rng.choice(FACTS[rng.randrange(len(FACTS))][0]), lambda: rng.choice(REV).format(word(rng), k="word"), lambda: rng.choice(JSON_ASK).format(s=json.dumps({word(rng): "string"}), t=sentence(rng), k=word(rng)),
+                        lambda: person(rng)[0], lambda: "Weather in " + city_of(rng) + "?", lambda: rng.choice(SYSTEMS)])()
+    elif kind < .80:
+        s = "\n".join(phrase(rng) for _ in range(rng.randint(2, 4)))
+    elif kind < .85:
+        a, b = word(rng), word(rng)
+        s = rng.choice([" ", " ", ", ", "-", ""]).join(rng.choice([a, a, b]) for _ in range(rng.randint(2, 9)))
+    elif kind < .89:
+        s = rng.choice(FACTS)[2]
+    elif kind < .93:
+        s = rng.choice([lambda: json.dumps({word(rng): rng.choice([word(rng), rng.randint(0, 999), True, None]) for _ in range(rng.randint(1, 3))}), lambda: f"def {word(rng)}({word(rng)}): return {rng.randint(0, 99)}", lambda: f"if {word(rng)} > {rng.randint(0, 99)} {{ {word(rng)}() }}", lambda: f"{word(rng)} := {word(rng)}[{rng.randint(0, 9)}]",
+                        lambda: f"ninfer {rng.choice(facts.COMMANDS)[0]} {rng.choice(facts.FLAGS)[0]} {word(rng)}", lambda: f"- {word(rng)}\n- {word(rng)}", lambda: f"{rng.randint(0, 23):02d}:{rng.randint(0, 59):02d}", lambda: f"{rng.randint(1, 31)}.{rng.randint(1, 12)}.{rng.randint(1900, 2100)}", lambda: f"{rng.uniform(0, 999):.{rng.randint(1, 4)}f}"])()
+    elif kind < .97:
+        s = phrase(rng); s = rng.choice([s.upper(), s.title(), s.swapcase(), s.replace(" ", "_"), s.replace(" ", "")])
+    else:
+        s = "".join(rng.choice("äöüßéèñçåøłščžαβγδжшя€£°½×→…“”") if rng.random() < .3 else rng.choice(string.ascii_letters + " ") for _ in range(rng.randint(2, 16)))
+    return s.strip() or "x"
+
+
+def ask_copy(rng, s):
+    r = rng.random()
+    if r < .12:
+        return rng.choice(COPY).replace("{}", s)
+    if r < .25:
+        return rng.choice(COPY_SAY).replace("{}", s)
+    if r < .35:
+        return rng.choice(AFTER).replace("{}", s)
+    return ask_parts(rng, COPY_VERB, COPY_OBJECT, COPY_HOW, COPY_SEP, s, rng.choice(COPY_NOUN))
+
+
+def copied(rng):
+    """a finished exchange of copying, for the history"""
     s = phrase(rng)
+    while s in HELD_ANSWERS:
+        s = phrase(rng)
+    return ask_copy(rng, s), s
+
+
+def copy(rng, held=False):
+    s = phrase(rng) if held else content(rng)
     if rng.random() < 0.25 and len(s) > 1:
         s = s[0].upper() + s[1:] + rng.choice([".", "!", "?", ""])
-    ask = rng.choice(COPY_HELD).format(s) if held else rng.choice(COPY).format(s) if rng.random() < .25 else rng.choice(AFTER).replace("{}", s) if rng.random() < .15 else dressed(rng, ask_parts(rng, COPY_VERB, COPY_OBJECT, COPY_HOW, s), True)
-    return talk(rng, held, ask, s, ["The user wants the text repeated.", "I copy the text as it is.", "Copy exactly."], dict(kind="exact", text=s), 96)
+    ask = rng.choice(COPY_HELD).format(s) if held else dressed(rng, ask_copy(rng, s), True)
+    return dict(talk(rng, held, ask, s, ["The user wants the text repeated.", "I copy the text as it is.", "Copy exactly."], dict(kind="exact", text=s), 96), plain=s)
 
 
 REV = ["Reverse: {}", "Reverse the {k}: {}", "Write backwards: {}", "Spell backwards: {}", "Reverse this {k}: {}", "What is {} backwards?", "Write {} in reverse.", "reverse {}", "Turn this around: {}", "Reverse the order of: {}"]
 REV_HELD = ["Please reverse the {k} {}", "Give me {} in reverse order."]
+SPELL = ["Spell {}.", "Spell the word {}.", "How is {} spelled?", "Spell: {}", "Write {} letter by letter.", "What are the letters of {}?", "Put spaces between the letters of {}", "Which letters are in {}?", "spell {}"]
+JOIN = ["Join: {}", "Join the letters {}", "Write {} without spaces.", "Which word is {}?", "Put together: {}", "Remove the spaces: {}"]
+
+
+def to_reverse(rng, kind):
+    """(shown, reversed, what it is called, thought) of a word, a number or a list"""
+    if kind == "l":
+        items = [rng.choice(WORDS) if (r := rng.random()) < .6 else word(rng) if r < .72 else str(rng.randint(0, 99)) for _ in range(rng.randint(2, 7))]
+        sep = rng.choice([" ", " ", ", ", ", ", "; "])
+        return sep.join(items), sep.join(items[::-1]), rng.choice(["list", "list", "words", "sequence", "items"]), "Last to first."
+    s = word(rng)[:10] if kind == "w" else str(rng.randint(10, 10 ** rng.randint(2, 7)))
+    if kind == "w" and rng.random() < .1:
+        s = rng.choice([s.capitalize(), s.upper(), "".join(rng.choice(string.ascii_letters + string.digits) for _ in range(rng.randint(2, 8)))])
+    return s, s[::-1], "number" if kind == "n" else rng.choice(["word", "word", "word", "string", "name", "text"]), " ".join(s) + " becomes " + " ".join(s[::-1]) + "."
+
+
+def ask_reverse(rng, kind, shown, k):
+    r = rng.random()
+    letters = kind != "l"
+    if r < .2:
+        ask = rng.choice(["Reverse the words: {}", "Reverse the order of the words: {}", "Reverse these words: {}", "Write the words backwards, last first: {}", "Reverse the list: {}", "reverse {}", "Reverse: {}", "Turn this around: {}"] if not letters else REV)
+        return ask.replace("{k}", k).replace("{}", shown)
+    if r < .4:
+        return rng.choice(AFTER_REV).replace("{k}", k).replace("{}", shown)
+    if r < .68:
+        lead, tail = rng.choice(REV_LEAD), rng.choice([t for t in REV_TAIL if not letters or "last" not in t])
+        end = "?" if lead.startswith(("Could", "Can", "May")) else rng.choice([".", ".", ".", "", "!", ", please."])
+        inner = rng.choice(["{}", "{}", "{}", "{}", "the {k} {}", "the {k} {}", '"{}"', "this: {}", "this {k}: {}", "the {k} \"{}\""])
+        return lead + " " + inner.replace("{k}", k).replace("{}", shown) + (", " if rng.random() < .08 else " ") + tail + end
+    return ask_parts(rng, [v for v in REV_VERB if letters or not any(x in v for x in ("spell", "say", "read"))], REV_OBJECT, [""], REV_SEP, shown, k)
+
+
+def reversed_(rng):
+    """a finished exchange of reversing, for the history"""
+    while True:
+        kind = rng.choice("wwnl")
+        shown, out, k, _ = to_reverse(rng, kind)
+        if out not in HELD_ANSWERS:
+            return ask_reverse(rng, kind, shown, k), out
 
 
 def reverse(rng, held=False):
+    if not held and rng.random() < .1:                                        # letters of words, for which reversing has no other teacher
+        s = word(rng)[:10]; apart = " ".join(s)
+        q, a = (rng.choice(SPELL).replace("{}", s), apart) if rng.random() < .65 else (rng.choice(JOIN).replace("{}", apart), s)
+        return dict(talk(rng, held, dressed(rng, q, True), a, ["I go through the letters."], dict(kind="exact", text=a), 64, think=.2), plain=a)
     kind = rng.choice("wwwnll")
-    if kind == "w":
-        s = word(rng)[:10]; out = s[::-1]; k = "word"; shown = s; steps = " ".join(s) + " becomes " + " ".join(out) + "."
-    elif kind == "n":
-        s = str(rng.randint(10, 10 ** rng.randint(2, 7))); out = s[::-1]; k = "number"; shown = s; steps = " ".join(s) + " becomes " + " ".join(out) + "."
-    else:
-        items = [rng.choice(WORDS) if rng.random() < .7 else str(rng.randint(0, 99)) for _ in range(rng.randint(2, 6))]
-        sep = rng.choice([" ", ", "]); shown = sep.join(items); out = sep.join(items[::-1]); k = "list"; steps = "Last to first."
-    ask = rng.choice(REV_HELD if held else REV)
-    if not held and rng.random() < .75 and kind != "l" or not held and rng.random() < .5:
-        verbs = [v for v in REV_VERB if kind != "l" or not any(x in v for x in ("spell", "say"))]
-        ask = rng.choice(AFTER_REV).replace("{}", shown).replace("{k}", k) if rng.random() < .3 else ask_parts(rng, verbs, REV_OBJECT, [""], shown, k)
-        ask = dressed(rng, ask, True).replace("{", "{{").replace("}", "}}")
-    if kind == "l" and not held and rng.random() < .2:
-        ask = rng.choice(["Reverse the words: {}", "Reverse the order of the words: {}", "Reverse these words: {}", "Write the words backwards, last first: {}"])
-    if kind == "l" and ask in ("Spell backwards: {}", "Write backwards: {}", "What is {} backwards?"):
-        ask = "Reverse the list: {}"
-    return talk(rng, held, ask.format(shown, k=k), out, [steps], dict(kind="exact", text=out), 64, think=0.4)
+    shown, out, k, thought = to_reverse(rng, kind)
+    ask = rng.choice(REV_HELD).format(shown, k=k) if held else dressed(rng, ask_reverse(rng, kind, shown, k), True)
+    return dict(talk(rng, held, ask, out, [thought], dict(kind="exact", text=out), 64, think=0.4), plain=out)
+
+
+FRESH_COPY = ["I want to read this again: {}", "Hand me back what comes now: {}", "This must come back unaltered: {}", "{} - as it stands, please", "Act like a parrot. {}", "No changes, no comments: {}"]
+FRESH_REVERSE = ["Spell {} from the other end.", "Begin with the last part of {} and go to the first.", "{}, but the wrong way round, please.", "Run {} from its end to its beginning."]
+
+
+def fresh(rng, skill):
+    """copying and reversing in forms that are neither trained nor held out, to see what the wider training is worth elsewhere"""
+    if skill == "copy":
+        s = phrase(rng)
+        return talk(rng, False, rng.choice(FRESH_COPY).replace("{}", s), s, [""], dict(kind="exact", text=s), 96, think=0, history=False)
+    kind = rng.choice("wwwnll")
+    shown, out, _, _ = to_reverse(rng, kind)
+    return talk(rng, False, rng.choice(FRESH_REVERSE[1:] if kind == "l" else FRESH_REVERSE).replace("{}", shown), out, [""], dict(kind="exact", text=out), 64, think=0, history=False)
 
 
 SUM = ["What is {} {o} {}?", "{} {o} {}", "{} {o} {} =", "Calculate {} {o} {}.", "How much is {} {o} {}?", "Compute {} {o} {}", "Add: {} {o} {}", "what's {} {o} {}", "{}{o}{}", "{} {o} {} = ?", "Tell me {} {o} {}.", "Please calculate {} {o} {}", "Work out {} {o} {}."]
@@ -198,7 +331,7 @@ SUM_HELD = ["What does {} {o} {} give?", "Please work out {} {o} {}"]
 
 def operation(rng):
     o = rng.choice(["+", "+", "+", "-", "-", "*"])
-    d = rng.choice([1, 1, 2, 2, 2, 3])
+    d = rng.choice([1, 1, 2, 2, 2, 2, 3, 3])
     if o == "*":
         a, b = rng.randint(0, 12), rng.randint(0, 12)
         if rng.random() < 0.15:

@@ -59,9 +59,41 @@ def loader(stream, out, stop):
         out.put([torch.from_numpy(np.ascontiguousarray(x)).pin_memory() for x in b])
 
 
-def to_gpu(b):
-    ids, weight, doc, kind = (x.to("cuda", non_blocking=True) for x in b)
+def widen(ids, weight, doc, kind):
     return ids.long(), weight, doc.long(), kind.long()
+
+
+class Recorded:
+    """f, which takes nothing and works on the device only, as a CUDA graph: a step has thousands of small kernels, and launching them one by
+    one took three times as long as they run. The first calls run f as it is; if recording fails, so do all others."""
+
+    def __init__(self, f, say, warm=3):
+        self.f, self.say, self.warm, self.graph, self.out = f, say, warm, None, None
+        self.side = torch.cuda.Stream()
+
+    def __call__(self):
+        if self.graph:
+            self.graph.replay()
+            return self.out
+        if self.warm != 0:
+            self.warm -= 1
+            self.side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.side):
+                out = self.f()
+            torch.cuda.current_stream().wait_stream(self.side)
+            return out
+        torch.cuda.synchronize()
+        t, graph = time.time(), torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self.out = self.f()
+            self.graph = graph
+            self.say("recorded in", round(time.time() - t, 1), "s")
+        except Exception:
+            traceback.print_exc()
+            self.warm = -1
+            torch.cuda.synchronize()
+        return self()
 
 
 def losses(nano, ids, weight, doc, kind, deep=False):
@@ -134,8 +166,8 @@ def distill_loss(m, x, ctx, picks):
 
 def schedule(f):
     """learning rate against the finished fraction of the run"""
-    if f < 0.01:
-        return f / 0.01
+    if f < 0.02:
+        return f / 0.02
     if f < 0.5:
         return 1.0
     return max(0.02, (1 - f) / 0.5)
@@ -146,8 +178,10 @@ def main():
     ap.add_argument("--out", required=True); ap.add_argument("--seconds", type=float, required=True); ap.add_argument("--resume"); ap.add_argument("--seed", type=int, default=1)
     ap.add_argument("--export-every", type=float, default=240); ap.add_argument("--workers", type=int, default=20); ap.add_argument("--no-compile", action="store_true")
     ap.add_argument("--peak", type=float, default=PEAK); ap.add_argument("--grid-from", type=float, default=0.66); ap.add_argument("--late-from", type=float, default=0.66)
+    ap.add_argument("--deep-from", type=float, default=0.6); ap.add_argument("--index-from", type=float, default=0.3); ap.add_argument("--no-record", action="store_true")
     ap.add_argument("--cache", help="file with compiled code: read if it is there, else written after the first steps")
     ap.add_argument("--profile", action="store_true", help="print where the time of two steps goes")
+    ap.add_argument("--steps", type=int, default=0, help="stop after so many steps and write nothing but --cache")
     ap.add_argument("--until", type=float, default=0, help="unix time at which to stop, whatever --seconds says")
     a = ap.parse_args()
     born = time.time()
@@ -197,13 +231,44 @@ def main():
             except Exception:
                 traceback.print_exc()
         nano.compile()
-        try:
-            nano.record(ROWS, LENGTH); say("scans recorded")
-        except Exception:
-            nano.scans = {}; traceback.print_exc()
     grid = export.Grid(nano)
     ready, stop = queues.Queue(8), threading.Event()
     threading.Thread(target=loader, args=(stream, ready, stop), daemon=True).start()
+    place = [torch.empty_like(x, device="cuda") for x in ready.get()]                # where a step finds its batch
+    lr = torch.zeros((), device="cuda")
+
+    def learn(on_grid, deep):
+        for p in opt.trained:
+            p.grad = None
+        if on_grid:
+            grid.__enter__()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            m, d, bal, s = losses(nano, *widen(*place), deep=deep)
+            loss = m + 0.3 * d + 0.003 * bal
+        loss.backward()
+        if on_grid:
+            grid.__exit__()
+        opt.step(lr)
+        return m.detach(), d.detach(), bal.detach(), s
+
+    def attend():
+        """a step of the indexers"""
+        ids, _, doc, _ = (x[:4] for x in widen(*place))
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            seen, ctx = probes(nano, ids, doc)
+            picks = torch.randint(64, LENGTH, (192,), device="cuda")
+            loss = sum(distill_loss(at, x, ctx, picks) for at, x in seen) / len(seen)
+        loss.backward()
+        opt.distill.step(); opt.distill.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    recorded = {}
+
+    def call(f, *args):
+        key = (f.__name__, *args)
+        if key not in recorded:
+            recorded[key] = Recorded(lambda: f(*args), say, -1 if a.no_record else 3)
+        return recorded[key]()
 
     def save(final=False):
         t = time.time()
@@ -220,7 +285,7 @@ def main():
 
     step, tokens, sums, t0, exported, last = 0, 0, 0, None, time.time(), time.time()
     begin = time.time()
-    index_loss, failed = None, 0
+    index_loss = None
     while True:
         now = time.time()
         if os.path.exists(a.out + "/seconds") and step % 50 == 0:          # the plan may change under way
@@ -244,37 +309,25 @@ def main():
                     except Exception as e:
                         say("no profile by", key, e)
                 last = time.time(); tokens = 0; sums = 0
-        b = to_gpu(ready.get())
+        for x, y in zip(place, ready.get()):
+            x.copy_(y, non_blocking=True)
+        lr.fill_(a.peak * schedule(f))
         on_grid = f >= a.grid_from
-        if on_grid:
-            grid.__enter__()
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            m, d, bal, s = losses(nano, *b, deep=f >= 0.6)
-            loss = m + 0.3 * d + 0.003 * bal
-        loss.backward()
-        if on_grid:
-            grid.__exit__()
-        opt.step(a.peak * schedule(f))
-        if f >= 0.3 and step % 16 == 0:
-            try:
-                ids, _, doc, _ = (x[:4] for x in b)
-                with torch.autocast("cuda", dtype=torch.bfloat16):
-                    seen, ctx = probes(nano, ids, doc)
-                    picks = torch.randint(64, LENGTH, (192,), device="cuda")
-                    index_loss = sum(distill_loss(at, x, ctx, picks) for at, x in seen) / len(seen)
-                index_loss.backward()
-                opt.distill.step(); opt.distill.zero_grad(set_to_none=True)
-            except Exception:
-                failed += 1
-                if failed < 3:
-                    traceback.print_exc()
+        m, d, bal, s = call(learn, on_grid, f >= a.deep_from)
+        if f >= a.index_from and step % 16 == 0:
+            index_loss = call(attend)
+        if step % 4 == 0:                                                              # the clock must not run ahead of the device
+            torch.cuda.synchronize()
         sums = sums + s
         step += 1; tokens += ROWS * LENGTH
+        if a.steps and step >= a.steps:
+            torch.cuda.synchronize(); say("step", step, "done; since the last report", round(time.time() - last, 2), "s", tokens, "tokens")
+            stream.stop(); os._exit(0)
         if step < 3:
             torch.cuda.synchronize(); say("step", step)
         if step == 3:
             torch.cuda.synchronize()
-            say("three steps done; memory GB", round(torch.cuda.max_memory_allocated() / 1e9, 1), "loss", float(m.detach()))
+            say("three steps done; memory GB", round(torch.cuda.max_memory_allocated() / 1e9, 1), "loss", float(m))
             if a.cache and not os.path.exists(a.cache):
                 try:
                     blob, info = torch.compiler.save_cache_artifacts()
@@ -284,7 +337,7 @@ def main():
             t0 = begin = last = time.time(); tokens = 0; sums = 0
         if t0 and time.time() - last > 10:
             x = sums.cpu().tolist(); dt = time.time() - last
-            say(f"step {step} f {f:.3f} tok/s {tokens / dt:,.0f} lr {a.peak * schedule(f):.5f} main {float(m.detach()):.3f} draft {float(d.detach()):.3f} bal {float(bal.detach()):.3f} idx {float(index_loss.detach()) if index_loss is not None else 0:.3f} queue {ready.qsize()} grid {int(on_grid)} |",
+            say(f"step {step} f {f:.3f} tok/s {tokens / dt:,.0f} lr {a.peak * schedule(f):.5f} main {float(m):.3f} draft {float(d):.3f} bal {float(bal):.3f} idx {float(index_loss) if index_loss is not None else 0:.3f} queue {ready.qsize()} grid {int(on_grid)} |",
                 " ".join(f"{k}:{r[1] / max(1, r[0]):.3f}/{r[2] / max(1, r[0]):.3f}/{r[3] / max(1, r[0]):.2f}" for k, r in zip(data.KINDS, x) if r[0]))
             last = time.time(); tokens = 0; sums = 0
         if t0 and time.time() - exported > a.export_every:
