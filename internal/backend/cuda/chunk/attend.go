@@ -26,10 +26,10 @@ func (a AttentionShape) Fits() error {
 	return nil
 }
 
-// tile is how many rows share a block of the attention kernel, with all queries of a key head of them: at most 48 queries, 64 in the wide one.
+// tile is how many rows share a block of the attention kernel, with all queries of a key head of them: at most 48 queries, twice 64 in the wide one.
 func (a AttentionShape) tile(wide bool) int {
 	if wide {
-		return min(8, 64/(a.Heads/a.KVHeads))
+		return 2 * min(7, 64/(a.Heads/a.KVHeads))
 	}
 	return min(8, 48/(a.Heads/a.KVHeads))
 }
@@ -46,7 +46,8 @@ type Cache struct {
 
 const (
 	attendShared     = 48*512 + 2*64*512 + 48*128 + 4*48*4 + 2*192 + 2*64*4
-	attendWideShared = 3*64*512 + 2*192
+	attendWideShared = 6 * 64 * 512
+	scoreWideShared  = 64*1024 + 3*64*256
 )
 
 // attend launches attention of the rows over the listed blocks of each tile, or over all blocks where list is 0.
@@ -145,7 +146,8 @@ type selection struct {
 // are needed to fill a GPU.
 const (
 	scoreBytes = 160 << 20
-	scoreRows  = 64 // of a block of the score kernel
+	scoreRows  = 64      // of a block of the score kernel
+	maxContext = 4 << 17 // tokens, as many as a list's entry can name blocks
 )
 
 func (a AttentionShape) selection(at driver.Ptr, rows, context, tile int) selection {
@@ -179,6 +181,9 @@ func (s *Set) Attend(c *driver.Context, st driver.Stream, a *Attend) error {
 		return err
 	}
 	context := a.Base + a.Rows
+	if context > maxContext {
+		return fmt.Errorf("chunk: attention over %d tokens, at most %d", context, maxContext)
+	}
 	if context/4 <= a.Blocks && a.Forced == 0 && a.Seen == 0 {
 		return s.attend(c, st, a, 0, 0, 0)
 	}
@@ -194,8 +199,12 @@ func (s *Set) Attend(c *driver.Context, st driver.Stream, a *Attend) error {
 			p := kernels.ScoreRowsParams{
 				Iq: a.Iq + driver.Ptr(2*first*4*a.IndexDim), Keys: a.BlockKeys, Pages: a.Pages, Scores: v.scores, Rows: uint32(rows), Base: uint32(base), Most: uint32(a.Blocks), Ld: uint32(v.ld),
 			}
+			k, shared := kernels.ScoreRows, 0
+			if s.wide && !a.Plain {
+				k, shared = kernels.ScoreWide, scoreWideShared
+			}
 			across := tiles(rows, scoreRows)
-			if err := run(s, c, st, kernels.ScoreRows, min(tiles((base+rows)/4, 64), max(1, tiles(4*s.sms, across))), across, 0, &p); err != nil {
+			if err := run(s, c, st, k, min(tiles((base+rows)/4, 64), max(1, tiles(4*s.sms, across))), across, shared, &p); err != nil {
 				return err
 			}
 		}

@@ -65,11 +65,13 @@ type Delta struct {
 	Out   driver.Ptr // BF16 [Rows][OutLd]: o/rms(o)*norm*sigmoid(z); may be Z
 	OutLd int
 	Work  driver.Ptr // Workspace(Rows) bytes
+	Plain bool       // use the kernels that every GPU has
 }
 
 const (
-	deltaPrepareShared = 2*64*128*2 + 2*64*68*4 + 3*64*16*4 + 2*3*64*4 + 64*4
+	deltaPrepareShared = 2*64*128*2 + 3*64*16*4 + 2*3*64*4 + 64*4
 	deltaStage         = 2*64*128*2 + 2*64*64*2 + 2*64*4 + 68*128
+	deltaExchange      = 4 * (8*512 + 4*512 + 8*512 + 32*8 + 32*16) // what pairs of warps hand each other
 )
 
 // Delta launches d.
@@ -78,9 +80,16 @@ func (s *Set) Delta(c *driver.Context, st driver.Stream, d *Delta) error {
 	if err := errors.Join(d.Fits(), checkRows(d.Rows), checkPiece("inputs", d.X, d.XLd), checkPiece("gates", d.Z, d.ZLd), checkPiece("outputs", d.Out, d.OutLd)); err != nil {
 		return err
 	}
-	stages := min(3, (s.shared-64)/deltaStage)
+	kernel, exchange := kernels.DeltaPair, deltaExchange
+	switch {
+	case s.wide && !d.Plain:
+		kernel, exchange = kernels.DeltaWide, 0
+	case s.shared-1024-exchange < 2*deltaStage:
+		kernel, exchange = kernels.DeltaRun, 0
+	}
+	stages := min(3, (s.shared-1024-exchange)/deltaStage)
 	if stages < 1 {
-		return fmt.Errorf("chunk: the delta rule needs %d bytes of shared memory a block, the GPU has %d", deltaStage+64, s.shared)
+		return fmt.Errorf("chunk: the delta rule needs %d bytes of shared memory a block, the GPU has %d", deltaStage+1024, s.shared)
 	}
 	keys, queries, inverse, scores, decay, scales, o, _ := d.scratch(d.Work, d.Rows)
 	prepare := kernels.DeltaPrepareParams{
@@ -97,7 +106,7 @@ func (s *Set) Delta(c *driver.Context, st driver.Stream, d *Delta) error {
 	if d.HalfState {
 		step.HalfState = 1
 	}
-	if err := run(s, c, st, kernels.DeltaRun, 2*d.Heads, 1, stages*deltaStage, &step); err != nil {
+	if err := run(s, c, st, kernel, 2*d.Heads, 1, stages*deltaStage+exchange, &step); err != nil {
 		return err
 	}
 	finish := kernels.DeltaFinishParams{

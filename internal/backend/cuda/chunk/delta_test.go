@@ -143,14 +143,21 @@ func TestDelta(t *testing.T) {
 	tests = append(tests, test{shape: wide, rows: []int{200}}, test{shape: micro, rows: []int{1, 1, 2, 70, 64, 3, 500}}, test{shape: micro, rows: []int{4096}},
 		test{shape: official, rows: []int{300, 213}}, test{shape: official, rows: []int{1024}, empty: true})
 	withGPU(t, func(g *gpu) {
-		for i, c := range tests {
+		// The kernels of this GPU, those that every GPU has, and those with as little shared memory as RTX cards have.
+		for i := range 3 * len(tests) {
+			c, plain := tests[i/3], i%3 > 0
+			had := g.set.Limit(99 << 10)
+			if i%3 < 2 {
+				g.set.Limit(had)
+			}
 			rows := 0
 			for _, n := range c.rows {
 				rows += n
 			}
-			n := makeNet(rand.New(rand.NewPCG(uint64(i), 1)), c.shape, rows, c.half, c.empty)
-			worstOut, worstState, exact := checkDelta(g, n, c.rows, c.half)
-			what := fmt.Sprintf("%d/%d heads, rows %v, half %v, empty %v", c.shape.KeyHeads, c.shape.Heads, c.rows, c.half, c.empty)
+			n := makeNet(rand.New(rand.NewPCG(uint64(i/3), 1)), c.shape, rows, c.half, c.empty)
+			worstOut, worstState, exact := checkDelta(g, n, c.rows, c.half, plain)
+			g.set.Limit(had)
+			what := fmt.Sprintf("%d/%d heads, rows %v, half %v, empty %v, way %d", c.shape.KeyHeads, c.shape.Heads, c.rows, c.half, c.empty, i%3)
 			bound := 2e-3
 			if c.half {
 				bound = 3e-3 // and a rounding to BF16
@@ -166,7 +173,7 @@ func TestDelta(t *testing.T) {
 }
 
 // checkDelta runs n on the GPU in calls of so many rows. It returns the worst row's and the worst head's distance.
-func checkDelta(g *gpu, n *net, calls []int, half bool) (out, state float64, window bool) {
+func checkDelta(g *gpu, n *net, calls []int, half, plain bool) (out, state float64, window bool) {
 	s := n.shape
 	ld := n.width + 24
 	vd := s.Heads * s.Dim
@@ -175,7 +182,7 @@ func checkDelta(g *gpu, n *net, calls []int, half bool) (out, state float64, win
 		copy(xw[r*ld:], n.xw[r*n.width:][:n.width])
 	}
 	d := chunk.Delta{
-		DeltaShape: s, XLd: ld, ZLd: vd, ALd: s.Heads, OutLd: vd + 8, Eps: 1e-6, HalfState: half,
+		DeltaShape: s, XLd: ld, ZLd: vd, ALd: s.Heads, OutLd: vd + 8, Eps: 1e-6, HalfState: half, Plain: plain,
 		Conv: upload(g, floats(n.conv)), Alog: upload(g, floats(n.alog)), Dt: upload(g, floats(n.dt)), Norm: upload(g, floats(n.norm)),
 		Window: upload(g, n.windowW), Work: g.poisoned(int(s.Workspace(n.rows))),
 	}
@@ -235,8 +242,9 @@ func checkDelta(g *gpu, n *net, calls []int, half bool) (out, state float64, win
 
 func BenchmarkDelta(b *testing.B) {
 	shape := chunk.DeltaShape{KeyHeads: 16, Heads: 48, Dim: 128, Taps: 4}
-	for _, rows := range []int{512, 2048, 8192} {
-		b.Run(fmt.Sprint(rows), func(b *testing.B) {
+	for i := range 4 {
+		rows, plain := []int{512, 2048, 8192, 8192}[i], i == 3
+		b.Run(fmt.Sprintf("%d/plain=%v", rows, plain), func(b *testing.B) {
 			withGPU(b, func(g *gpu) {
 				n := makeNet(rand.New(rand.NewPCG(1, 2)), shape, min(rows, 512), false, true)
 				ld, vd := n.width, shape.Heads*shape.Dim
@@ -244,7 +252,7 @@ func BenchmarkDelta(b *testing.B) {
 					DeltaShape: shape, Rows: rows, XLd: ld, ZLd: vd, ALd: shape.Heads, OutLd: vd, Eps: 1e-6, Conv: upload(g, floats(n.conv)), Alog: upload(g, floats(n.alog)),
 					Dt: upload(g, floats(n.dt)), Norm: upload(g, floats(n.norm)), Window: upload(g, n.windowW), State: upload(g, floats(n.state)),
 					X: repeated(g, n.xw, rows*ld), Z: repeated(g, n.zw, rows*vd), A: repeated(g, n.aw, rows*shape.Heads), B: repeated(g, n.bw, rows*shape.Heads),
-					Out: g.alloc(2 * rows * vd), Work: g.alloc(int(shape.Workspace(rows))),
+					Out: g.alloc(2 * rows * vd), Work: g.alloc(int(shape.Workspace(rows))), Plain: plain,
 				}
 				us := g.time(5, 20, func() error { return g.set.Delta(g.c, g.s, &d) })
 				b.ReportMetric(us, "µs/layer")

@@ -5,10 +5,12 @@ import (
 	"math"
 	"math/rand/v2"
 	"slices"
+	"sync"
 	"testing"
 
 	"ninfer/internal/backend/cuda/chunk"
 	"ninfer/internal/backend/cuda/driver"
+	"ninfer/internal/num"
 )
 
 // indexer is what rows are selected by.
@@ -49,6 +51,35 @@ func makeIndexer(r *rand.Rand, p paged, rows, blocks int, far float64) *indexer 
 		copy(x.pool[(int(p.table[b/16])*16+b%16)*128:], kw[b*128:][:128])
 	}
 	return x
+}
+
+// scale makes keys larger or smaller; by 0 it makes two of three equal.
+func (x *indexer) scale(p paged, by float64) {
+	for b := range x.same {
+		at := (int(p.table[b/16])*16 + b%16) * 128
+		for i := range 128 {
+			v := x.keys[b*128+i] * by
+			if by == 0 {
+				v = x.keys[b*128+i]
+				if b > 2 && b%3 > 0 {
+					v = x.keys[128+i]
+				}
+			}
+			x.pool[at+i] = num.ToBF16(float32(v))
+			x.keys[b*128+i] = float64(num.FromBF16(x.pool[at+i]))
+		}
+		if by == 0 {
+			x.same[b] = -1
+			switch {
+			case b == 4:
+				x.same[b] = 1
+			case b > 4 && b%3 == 1:
+				x.same[b] = b - 2
+			case b > 2 && b%3 == 2:
+				x.same[b] = b - 1
+			}
+		}
+	}
 }
 
 // scores of a row, and how far a sum in FP32 may be off.
@@ -143,20 +174,25 @@ func TestSelect(t *testing.T) {
 		for i, c := range []struct {
 			shape      chunk.AttentionShape
 			base, rows int
+			scale      float64 // of keys; 0 makes two of three equal
 		}{
-			{microAttention, 0, 130},
-			{microAttention, 997, 67},
-			{officialAttention, 2040, 20},
-			{officialAttention, 2300, 70},
-			{officialAttention, 9001, 131},
-			{officialAttention, 70_000, 66},
-			{officialAttention, 261_600, 32},
+			{microAttention, 0, 130, 1},
+			{microAttention, 997, 67, 1},
+			{officialAttention, 2040, 20, 1},
+			{officialAttention, 2300, 70, 1},
+			{officialAttention, 9001, 131, 1},
+			{officialAttention, 70_000, 66, 1},
+			{officialAttention, 261_600, 32, 1},
+			{officialAttention, 9001, 9, 1e-15},
+			{officialAttention, 9001, 9, 1e12},
+			{officialAttention, 12_000, 40, 0},
 		} {
 			r := rand.New(rand.NewPCG(uint64(i), 6))
 			s := c.shape
 			tokens := c.base + c.rows
 			p := makePages(r, tokens)
 			x := makeIndexer(r, p, c.rows, tokens/4, .2)
+			x.scale(p, c.scale)
 			clear(x.queries[3*512:][:512]) // all blocks equal
 			clear(x.qw[3*512:][:512])
 			heads := p.pages * 64 * s.KVHeads
@@ -166,12 +202,20 @@ func TestSelect(t *testing.T) {
 				Cache: chunk.Cache{Keys: g.alloc(2 * heads * 256), Values: g.alloc(2 * heads * 256), BlockKeys: upload(g, x.pool), Pages: upload(g, p.table)},
 			}
 			seen := g.see(&a)
-			g.check(g.set.Attend(g.c, g.s, &a))
-			for row, list := range seen.rows(g, c.rows) {
-				if err := x.checkSelection(s, row, c.base+row, list); err != nil {
-					t.Errorf("%d rows at %d: row %d: %v", c.rows, c.base, row, err)
-					break
+			// Every row for short contexts, some of long ones: the scores of a row are a lot of work here.
+			every := max(1, c.rows*tokens/2_000_000)
+			for _, a.Plain = range []bool{true, false} {
+				g.check(g.set.Attend(g.c, g.s, &a))
+				lists := seen.rows(g, c.rows)
+				var wg sync.WaitGroup
+				for row := 0; row < c.rows; row += every {
+					wg.Go(func() {
+						if err := x.checkSelection(s, row, c.base+row, lists[row]); err != nil {
+							t.Errorf("%d rows at %d, plain %v: row %d: %v", c.rows, c.base, a.Plain, row, err)
+						}
+					})
 				}
+				wg.Wait()
 			}
 			g.free()
 		}
@@ -300,7 +344,7 @@ func BenchmarkAttend(b *testing.B) {
 								continue
 							}
 							blocks := map[uint32]int{}
-							for i := at; i < at+5; i++ {
+							for i := at; i < at+10; i++ {
 								for _, t := range lists[i] {
 									blocks[t] |= 1 << (i - at)
 								}

@@ -16,7 +16,7 @@ func TestWorkspace(t *testing.T) {
 		if err := a.Fits(); err != nil {
 			t.Fatal(err)
 		}
-		if a.tile(false)*a.Heads/a.KVHeads > 48 || a.tile(true)*a.Heads/a.KVHeads > 64 || max(a.tile(false), a.tile(true)) > 8 {
+		if a.tile(false)*a.Heads/a.KVHeads > 48 || a.tile(true)*a.Heads/a.KVHeads > 128 || max(a.tile(false), a.tile(true)) > 15 {
 			t.Errorf("%d/%d heads: tiles of %d and %d", a.Heads, a.KVHeads, a.tile(false), a.tile(true))
 		}
 		for range 2000 {

@@ -52,8 +52,8 @@ DEVICE void attend_for(const AttendParams& p) {
     Meta& m = meta[step & 1];
     uint32_t id = at, mask = 0;
     if (at < blocks) {
-      const uint32_t word = list ? list[at] : 0xff000000u | at;
-      id = word & 0xffffffu, mask = word >> 24;
+      const uint32_t word = list ? list[at] : ~0u << kMaskShift | at;
+      id = word & kIdMask, mask = word >> kMaskShift;
     }
     m.id[t] = id, m.mask[t] = mask;
     m.row[t] = mask ? (uint32_t)(block_row(p.pages, id) * 4) : 0;

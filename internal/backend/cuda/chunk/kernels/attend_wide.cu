@@ -1,29 +1,22 @@
-// Attention of many rows as attend.cu does it, on the tensor instructions of sm_90a that four warps give together: 64 rows of queries, of which a warp
-// owns sixteen, so that soft-max needs no other warp; scores and weights stay in registers. BF16 keys and values.
+// Attention of many rows as attend.cu does it, on the tensor instructions of sm_90a that four warps give together: twice 64 rows of queries, of which a
+// warp owns sixteen, so that soft-max needs no other warp; scores and weights stay in registers. Four more warps only fetch, two tiles of 64 tokens ahead.
+// BF16 keys and values.
 //
-//   attend_wide  as attend_rows. Other architectures have no code for it and must not be asked.
-#include "common.cuh"
+//   attend_wide  as attend_rows.
+//   score_wide   as score_rows. Grid: share of the blocks, 64 rows.
+//
+// Other architectures have no code for them and must not be asked.
+#include "wide.cuh"
 
 extern __shared__ __align__(1024) uint8_t dynamic[];
 
-static constexpr int kWide = 128;
+static constexpr int kWide = 384;
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 static constexpr uint32_t kQueries = 64, kTokens = 64, kPart = kTokens * 128;  // bytes of 64 columns of a tile of 64 rows
 
-struct Meta {
-  uint32_t id[16], mask[16], row[16];  // block, which rows see it, where its first token is
-};
-
 // Tiles are four parts of 64 columns; a part is rows of 128 bytes, pieces of sixteen of them turned by the row.
 DEVICE uint32_t place(uint32_t r, uint32_t piece) { return piece / 8 * kPart + r * 128 + (((piece ^ r) & 7) << 4); }
-
-DEVICE uint64_t described(uint32_t at, uint32_t lead, uint32_t stride) {
-  return (uint64_t)(at >> 4 & 0x3fff) | (uint64_t)(lead >> 4) << 16 | (uint64_t)(stride >> 4) << 32 | 1ull << 62;
-}
-DEVICE void wide_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void wide_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-DEVICE void wide_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
 // 64 x 64 += 64 x 16 times 16 x 64, both in shared memory with k contiguous.
 DEVICE void wide_scores(float (&d)[32], uint64_t a, uint64_t b, uint32_t add) {
@@ -60,80 +53,105 @@ DEVICE void wide_values(float (&d)[128], const uint32_t (&a)[4], uint64_t b) {
 }
 #endif
 
-NINFER_KERNEL(attend_wide, AttendParams, kWide, 2) {
+NINFER_KERNEL(attend_wide, AttendParams, kWide, 1) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  const uint32_t query = shared_at(dynamic), key = query + 4 * kPart, value = key + 4 * kPart;
-  Meta* const meta = (Meta*)(dynamic + 12 * kPart);  // [2]
-  const uint32_t tile = blockIdx.x, kvh = blockIdx.y, t = threadIdx.x, warp = t / 32, lane = t % 32, g = lane / 4, q4 = lane % 4;
+  __shared__ __align__(8) uint64_t barriers[8];  // keys are there, have been used; values: two stages each
+  __shared__ uint32_t words[4][16];              // block, and above kMaskShift which rows see it
+  const uint32_t query = shared_at(dynamic), key = query + 8 * kPart, value = key + 8 * kPart, bars = shared_at(barriers);
+  const uint32_t tile = gridDim.x - 1 - blockIdx.x, kvh = blockIdx.y, t = threadIdx.x % 128, who = threadIdx.x / 128, warp = t / 32, lane = t % 32;  // long tiles first
   const uint32_t group = p.heads / p.kv, first = tile * p.tile, rows = min(p.tile, p.rows - first);
-  pdl();
-  const uint32_t blocks = p.list ? p.count[tile] : (p.base + first + rows - 1) / 4 + 1, steps = (blocks + 15) / 16;
-  const uint32_t last = p.base + first + rows - 1;  // tokens after it may never have been written
-  const uint32_t* list = p.list ? p.list + (uint64_t)tile * p.list_ld : nullptr;
-  auto find = [&](uint32_t step) {  // sixteen threads
-    const uint32_t at = step * 16 + t;
-    Meta& m = meta[step & 1];
-    uint32_t id = at, mask = 0;
-    if (at < blocks) {
-      const uint32_t word = list ? list[at] : 0xff000000u | at;
-      id = word & 0xffffffu, mask = word >> 24;
-    }
-    m.id[t] = id, m.mask[t] = mask;
-    m.row[t] = mask ? (uint32_t)(block_row(p.pages, id) * 4) : 0;
-  };
-  auto fetch = [&](uint32_t step, bool values) {
-    const Meta& m = meta[step & 1];
-    const uint8_t* from = (const uint8_t*)(values ? p.values : p.keys) + lane * 16;
-    const uint32_t to = values ? value : key;
-#pragma unroll 4
-    for (uint32_t i = 0; i < 16; i++) copy16(to + place(i * 4 + warp, lane), from + (((uint64_t)m.row[i] + warp) * p.kv + kvh) * 512, m.mask[i] != 0 && m.id[i] * 4 + warp <= last);
-    copies_commit();
-  };
-  for (uint32_t i = t; i < kQueries * 32; i += kWide) {
-    const uint32_t r = i / 32, row = r / group;
-    const bool there = row < rows;
-    copy16(query + place(r, i % 32), there ? p.q + ((uint64_t)(first + row) * p.heads + kvh * group + r % group) * 256 + i % 32 * 8 : p.q, there);
-  }
-  if (t < 16) find(0);
+  if (threadIdx.x < 8) barrier_init(bars + threadIdx.x * 8, threadIdx.x % 4 >= 2 ? 8 : threadIdx.x < 4 ? 129 : 128);
+  asm volatile("fence.proxy.async;" ::: "memory");
   __syncthreads();
-  fetch(0, false);
-  fetch(0, true);
+  pdl();
+  const uint32_t full_k = bars, free_k = bars + 16, full_v = bars + 32, free_v = bars + 48;
+  const uint32_t last = p.base + first + rows - 1;  // tokens after it may never have been written
+  const uint32_t blocks = p.list ? p.count[tile] : last / 4 + 1, steps = (blocks + 15) / 16;
+  if (who == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    const uint32_t* list = p.list ? p.list + (uint64_t)tile * p.list_ld : nullptr;
+    // Sixteen lanes look up a block each.
+    auto find = [&](uint32_t step, uint32_t& word, uint32_t& row) {
+      const uint32_t at = step * 16 + lane;
+      word = row = 0;
+      if (lane < 16 && at < blocks) {
+        word = list ? list[at] : ~0u << kMaskShift | at;
+        row = (uint32_t)(block_row(p.pages, word & kIdMask) * 4);
+      }
+    };
+    auto fetch = [&](uint32_t to, const void* from, uint32_t word, uint32_t row) {
+#pragma unroll 4
+      for (uint32_t i = 0; i < 16; i++) {
+        const uint32_t w = __shfl_sync(~0u, word, i), r = __shfl_sync(~0u, row, i);
+        copy16(to + place(i * 4 + warp, lane), (const uint8_t*)from + (((uint64_t)r + warp) * p.kv + kvh) * 512 + lane * 16, w >> kMaskShift != 0 && (w & kIdMask) * 4 + warp <= last);
+      }
+    };
+    uint32_t word, row, next_word, next_row;
+    find(0, next_word, next_row);
+    for (uint32_t step = 0; step < steps; step++) {
+      const uint32_t s = step & 1;
+      word = next_word, row = next_row;
+      find(step + 1, next_word, next_row);
+      if (step > 1) barrier_wait(free_k + s * 8, (step / 2 - 1) & 1);
+      if (warp == 0) {
+        if (lane < 16) words[step & 3][lane] = word;
+        __syncwarp();
+        if (lane == 0) asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(full_k + s * 8) : "memory");
+      }
+      fetch(key + s * 4 * kPart, p.keys, word, row);
+      barrier_copies(full_k + s * 8);
+      if (step > 1) barrier_wait(free_v + s * 8, (step / 2 - 1) & 1);
+      fetch(value + s * 4 * kPart, p.values, word, row);
+      barrier_copies(full_v + s * 8);
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    return;
+  }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+  const uint32_t g = lane / 4, q4 = lane % 4, half = p.tile / 2, from = (who - 1) * half;  // this side's first row of the tile
+  const uint32_t mine = query + (who - 1) * 4 * kPart;
+  for (uint32_t i = t; i < kQueries * 32; i += 128) {
+    const uint32_t r = i / 32, row = from + r / group;
+    const bool there = r / group < half && row < rows;
+    copy16(mine + place(r, i % 32), there ? p.q + ((uint64_t)(first + row) * p.heads + kvh * group + r % group) * 256 + i % 32 * 8 : p.q, there);
+  }
+  copies_commit();
+  copies_wait<0>();
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  asm volatile("bar.sync %0, 128;" ::"r"(who) : "memory");
   uint32_t bit[2], limit[2];  // of rows 16*warp + g + 8*i of queries
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const uint32_t row = (warp * 16 + i * 8 + g) / group;
-    bit[i] = row < rows ? 1u << row : 0, limit[i] = p.base + first + row;
+    bit[i] = row < half && from + row < rows ? 1u << (kMaskShift + from + row) : 0, limit[i] = p.base + first + from + row;
   }
   float acc[128], most[2] = {-1e30f, -1e30f}, sum[2] = {0.0f, 0.0f};
 #pragma unroll
   for (int i = 0; i < 128; i++) acc[i] = 0.0f;
   const float scale = 0.0625f * 1.4426950408889634f;
   for (uint32_t step = 0; step < steps; step++) {
-    copies_wait<1>();
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncthreads();  // keys are there
-    if (t < 16 && step + 1 < steps) find(step + 1);
+    const uint32_t st = step & 1, keys = key + st * 4 * kPart, values = value + st * 4 * kPart, parity = step / 2 & 1;
+    barrier_wait(full_k + st * 8, parity);
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // copies of other threads, for the tensor instructions
     float s[32];
     wide_fence();
 #pragma unroll
-    for (uint32_t k = 0; k < 16; k++) wide_scores(s, described(query + k / 4 * kPart + k % 4 * 32, 16, 1024), described(key + k / 4 * kPart + k % 4 * 32, 16, 1024), k > 0);
+    for (uint32_t k = 0; k < 16; k++) wide_scores(s, described(mine + k / 4 * kPart + k % 4 * 32, 16, 1024), described(keys + k / 4 * kPart + k % 4 * 32, 16, 1024), k > 0);
     wide_commit();
-    wide_wait();
-    const Meta& now = meta[step & 1];
+    wide_wait<0>();
+    held(s);
+    if (lane == 0) asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(free_k + st * 8) : "memory");
     float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int n = 0; n < 8; n++) {
-      const uint32_t block = n * 2 + q4 / 2, mask = now.mask[block], token = now.id[block] * 4 + q4 % 2 * 2;
+      const uint32_t word = words[step & 3][n * 2 + q4 / 2], token = (word & kIdMask) * 4 + q4 % 2 * 2;
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const bool seen = (mask & bit[i / 2]) && token + i % 2 <= limit[i / 2];
+        const bool seen = (word & bit[i / 2]) && token + i % 2 <= limit[i / 2];
         s[n * 4 + i] = seen ? s[n * 4 + i] : -INFINITY;
         top[i / 2] = fmaxf(top[i / 2], s[n * 4 + i]);
       }
     }
-    __syncthreads();  // keys have been used, the next blocks are known
-    if (step + 1 < steps) fetch(step + 1, false);
-    else copies_commit();
     uint32_t w[4][4];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -150,24 +168,22 @@ NINFER_KERNEL(attend_wide, AttendParams, kWide, 2) {
 #pragma unroll
       for (int n = 0; n < 32; n++) acc[n * 4 + 2 * i] *= old, acc[n * 4 + 2 * i + 1] *= old;
     }
-    copies_wait<1>();
+    barrier_wait(full_v + st * 8, parity);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncthreads();  // values are there
     wide_fence();
 #pragma unroll
-    for (uint32_t k = 0; k < 4; k++) wide_values(acc, w[k], described(value + k * 2048, kPart, 1024));
+    for (uint32_t k = 0; k < 4; k++) wide_values(acc, w[k], described(values + k * 2048, kPart, 1024));
     wide_commit();
-    wide_wait();
-    __syncthreads();  // values have been used
-    if (step + 1 < steps) fetch(step + 1, true);
-    else copies_commit();
+    wide_wait<0>();
+    held(acc);
+    if (lane == 0) asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(free_v + st * 8) : "memory");
   }
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const float inverse = 1.0f / quad_sum(sum[i]);
     if (!bit[i]) continue;
     const uint32_t r = warp * 16 + i * 8 + g;
-    const uint64_t row = first + r / group, head = kvh * group + r % group;
+    const uint64_t row = first + from + r / group, head = kvh * group + r % group;
     const bf16* gate = p.qg + row * p.qg_ld + head * 512 + 256 + 2 * q4;
     bf16* out = p.out + row * p.out_ld + head * 256 + 2 * q4;
 #pragma unroll
@@ -176,5 +192,69 @@ NINFER_KERNEL(attend_wide, AttendParams, kWide, 2) {
       *(uint32_t*)(out + n * 8) = pack_bf16(acc[n * 4 + 2 * i] * inverse * sigmoid(lo(z)), acc[n * 4 + 2 * i + 1] * inverse * sigmoid(hi(z)));
     }
   }
+#endif
+}
+
+static constexpr int kScore = 128;
+
+NINFER_KERNEL(score_wide, ScoreRowsParams, kScore, 2) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  constexpr uint32_t kStages = 3, kKeys = 2 * kPart;  // bytes of a stage: two parts of 64 of the 128 values
+  const uint32_t t = threadIdx.x, warp = t / 32, lane = t % 32, g = lane / 4, q4 = lane % 4, first = blockIdx.y * kQueries;
+  const uint32_t query = shared_at(dynamic), key = query + 8 * kPart;
+  pdl();
+  const uint32_t last = min(first + kQueries, p.rows) - 1, n = (p.base + last + 1) / 4;  // blocks that the last of these rows sees
+  if (n <= p.most) return;
+  const uint32_t tiles = (n + kTokens - 1) / kTokens;
+  auto fetch = [&](uint32_t tile, uint32_t stage) {
+    if (tile < tiles) {
+      const uint32_t piece = t % 16;
+#pragma unroll
+      for (uint32_t i = 0; i < 8; i++) {
+        const uint32_t k = i * 8 + t / 16, b = tile * kTokens + k;
+        copy16(key + stage * kKeys + place(k, piece), b < n ? p.keys + block_row(p.pages, b) * 128 + piece * 8 : p.keys, b < n);
+      }
+    }
+    copies_commit();
+  };
+  for (uint32_t i = t; i < kQueries * 64; i += kScore) {
+    const uint32_t r = i / 64, head = i / 16 % 4, piece = i % 16;
+    copy16(query + head * 2 * kPart + place(r, piece), first + r < p.rows ? p.iq + ((uint64_t)(first + r) * 4 + head) * 128 + piece * 8 : p.iq, first + r < p.rows);
+  }
+  fetch(blockIdx.x, 0);
+  fetch(blockIdx.x + gridDim.x, 1);
+  const uint32_t r0 = first + warp * 16 + g, r1 = r0 + 8;
+  const uint32_t n0 = r0 < p.rows ? (p.base + r0 + 1) / 4 : 0, n1 = r1 < p.rows ? (p.base + r1 + 1) / 4 : 0;
+  const float scale = 1.0f / sqrtf(128.0f);
+  uint32_t stage = 0;
+  for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    copies_wait<1>();
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncthreads();  // this tile is there, and the one before has been used
+    fetch(tile + 2 * gridDim.x, (stage + 2) % kStages);
+    float acc[4][32];
+    wide_fence();
+#pragma unroll
+    for (uint32_t h = 0; h < 4; h++)
+#pragma unroll
+      for (uint32_t k = 0; k < 8; k++)
+        wide_scores(acc[h], described(query + (h * 2 + k / 4) * kPart + k % 4 * 32, 16, 1024), described(key + stage * kKeys + k / 4 * kPart + k % 4 * 32, 16, 1024), k > 0);
+    wide_commit();
+    wide_wait<0>();
+#pragma unroll
+    for (uint32_t h = 0; h < 4; h++) held(acc[h]);
+#pragma unroll
+    for (uint32_t j = 0; j < 8; j++) {
+      float s[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        s[i] = (fmaxf(acc[0][j * 4 + i], 0.0f) + fmaxf(acc[1][j * 4 + i], 0.0f) + fmaxf(acc[2][j * 4 + i], 0.0f) + fmaxf(acc[3][j * 4 + i], 0.0f)) * scale;
+      const uint32_t b = tile * kTokens + j * 8 + 2 * q4;  // the pitch is even
+      if (b < n0) *(float2*)(p.scores + (uint64_t)r0 * p.ld + b) = make_float2(s[0], s[1]);
+      if (b < n1) *(float2*)(p.scores + (uint64_t)r1 * p.ld + b) = make_float2(s[2], s[3]);
+    }
+    stage = (stage + 1) % kStages;
+  }
+  copies_wait<0>();
 #endif
 }

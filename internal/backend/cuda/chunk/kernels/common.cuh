@@ -108,6 +108,9 @@ DEVICE void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t ba
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
+// An entry of a tile's list: a block, and above it which rows of the tile see it.
+static constexpr uint32_t kMaskShift = 17, kIdMask = (1u << kMaskShift) - 1;
+
 // Tokens of a page, and the row of a token or of a block of four in planes that consist of pages.
 static constexpr uint32_t kPage = 64;
 DEVICE uint64_t token_row(const uint32_t* pages, uint32_t t) { return (uint64_t)pages[t / kPage] * kPage + t % kPage; }

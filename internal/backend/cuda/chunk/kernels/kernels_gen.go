@@ -8,7 +8,7 @@ import "ninfer/internal/backend/cuda/driver"
 var archs = []string{"sm_90a", "sm_120a"}
 
 // sources are the files the machine code was made from, without suffix.
-var sources = []string{"attend", "attend_wide", "delta", "prep", "select"}
+var sources = []string{"attend", "attend_wide", "delta", "delta_run", "delta_wide", "prep", "select"}
 
 // ID names a kernel.
 type ID int
@@ -18,10 +18,13 @@ const (
 	AttendRows    ID = iota // AttendParams
 	AttendRowsFp8           // AttendParams
 	AttendWide              // AttendParams
+	ScoreWide               // ScoreRowsParams
 	DeltaPrepare            // DeltaPrepareParams
-	DeltaRun                // DeltaRunParams
 	DeltaFinish             // DeltaFinishParams
 	Sizes                   // SizesParams
+	DeltaRun                // DeltaRunParams
+	DeltaPair               // DeltaRunParams
+	DeltaWide               // DeltaRunParams
 	PrepRows                // PrepRowsParams
 	ConvRows                // ConvRowsParams
 	ConvWindow              // ConvRowsParams
@@ -34,11 +37,14 @@ const (
 var table = [kernelCount]kernelInfo{
 	{name: "attend_rows", source: "attend", threads: (128)},
 	{name: "attend_rows_fp8", source: "attend", threads: (128)},
-	{name: "attend_wide", source: "attend_wide", threads: (128)},
+	{name: "attend_wide", source: "attend_wide", threads: (384)},
+	{name: "score_wide", source: "attend_wide", threads: (128)},
 	{name: "delta_prepare", source: "delta", threads: (256)},
-	{name: "delta_run", source: "delta", threads: (128)},
 	{name: "delta_finish", source: "delta", threads: (256)},
 	{name: "sizes", source: "delta", threads: 32},
+	{name: "delta_run", source: "delta_run", threads: (128)},
+	{name: "delta_pair", source: "delta_run", threads: (256)},
+	{name: "delta_wide", source: "delta_wide", threads: (128)},
 	{name: "prep_rows", source: "prep", threads: (256)},
 	{name: "conv_rows", source: "prep", threads: (256)},
 	{name: "conv_window", source: "prep", threads: (256)},

@@ -21,7 +21,7 @@ struct DeltaPrepareParams {
   const float* conv;            // [4][c]
   const float* alog;            // [heads]
   const float* dt;              // [heads]
-  void* keys;                   // FP16 [chunks][key_heads][64][128], rows of 16-byte pieces in a turned order: piece p of row r is at p^(r%8)
+  void* keys;                   // FP16 [chunks][key_heads][2][64][64]: parts of 64 values, rows of pieces of 16 bytes: piece p of row r is at p^(r%8)
   void* queries;                // the same
   void* inverse;                // FP16 [chunks][heads][64][64]: (1 + A)^-1 times beta, turned; garbage right of column 32 in the rows above
   void* scores;                 // FP16 [chunks][heads][64][64]: decay*(q.k)/sqrt(128) on and below the diagonal, turned
@@ -64,11 +64,11 @@ struct AttendParams {
   const __nv_bfloat16* key_scales;    // [pages][64][kv], or null
   const __nv_bfloat16* value_scales;
   const uint32_t* pages;        // of this lane
-  const uint32_t* list;         // [tiles][list_ld]: block, and above bit 24 which queries of the tile see it; null: all blocks
+  const uint32_t* list;         // [tiles][list_ld]: block, and from bit 17 on which rows of the tile see it; null: all blocks
   const uint32_t* count;        // [tiles]
   const __nv_bfloat16* qg;      // [R][qg_ld], gates 256 after the queries of each head
   __nv_bfloat16* out;           // [R][out_ld]
-  uint32_t rows, base, heads, kv, tile, list_ld, qg_ld, out_ld;  // base: position of the first row; tile: queries of a block, at most 8
+  uint32_t rows, base, heads, kv, tile, list_ld, qg_ld, out_ld;  // base: position of the first row; tile: rows of a block, at most 15
 };
 
 struct PrepRowsParams {
@@ -116,7 +116,7 @@ struct SelectRowsParams {
 
 struct UniteRowsParams {
   const uint32_t* bits;         // [R][words]
-  uint32_t* list;               // [tiles][list_ld]: blocks that any row of the tile sees, ascending, and which rows above bit 24
+  uint32_t* list;               // [tiles][list_ld]: blocks that any row of the tile sees, ascending, and which rows from bit 17 on
   uint32_t* count;              // [tiles]
   uint32_t rows, tile, list_ld, words;
 };

@@ -78,7 +78,7 @@ NINFER_KERNEL(score_rows, ScoreRowsParams, kScore, 2) {
 }
 
 static constexpr int kSelect = 256;
-static constexpr uint32_t kBins = 2048, kTileRows = 8;
+static constexpr uint32_t kBins = 2048, kTileRows = 15, kListed = 1024;
 
 // Scores are sums of what is not negative: their bits have the order of their values. A NaN is below all, and never taken before a number.
 DEVICE uint32_t score_key(float f) { return f == f ? (__float_as_uint(f) & 0x7fffffffu) + 1 : 0; }
@@ -105,8 +105,84 @@ DEVICE uint32_t scan(uint32_t v, uint32_t* shared, uint32_t& all) {
   return before + s - v;
 }
 
+// Thirty-two bins for every factor of two from 2^-40 to 2^24; what is smaller is in the lowest.
+DEVICE uint32_t bin_of(uint32_t key) { return min(kBins - 1, max(key >> 18, 87u << 5) - (87u << 5)); }
+
+// The bin in which the need-th largest is: how many are above it and in it. ~0 if all bins together have fewer; above is all of them then.
+DEVICE uint32_t reach(const uint32_t* bins, uint32_t need, uint32_t* shared, uint32_t* found, uint32_t& above, uint32_t& inside) {
+  const uint32_t top = kBins - 1 - threadIdx.x * 8;  // eight a thread, from the top
+  uint32_t sum = 0, whole;
+#pragma unroll
+  for (int i = 0; i < 8; i++) sum += bins[top - i];
+  uint32_t before = scan(sum, shared, whole);
+  if (threadIdx.x == 0) found[0] = ~0u, found[1] = whole, found[2] = 0;
+  __syncthreads();
+  if (before < need && before + sum >= need) {
+    for (int i = 0; i < 8; i++) {
+      const uint32_t in = bins[top - i];
+      if (before + in >= need) {
+        found[0] = top - i, found[1] = before, found[2] = in;
+        break;
+      }
+      before += in;
+    }
+  }
+  __syncthreads();
+  above = found[1], inside = found[2];
+  const uint32_t bin = found[0];
+  __syncthreads();
+  return bin;
+}
+
+// Adds the first need of the marked to what is taken.
+DEVICE void first_of(uint32_t* taken, const uint32_t* marked, uint32_t* shared, uint32_t words, uint32_t need) {
+  for (uint32_t from = 0; from < words && need; from += kSelect) {
+    const uint32_t w = from + threadIdx.x;
+    uint32_t tie = w < words ? marked[w] : 0, whole;
+    uint32_t before = scan(__popc(tie), shared, whole), add = 0;
+    while (tie && before < need) {
+      add |= tie & -tie;
+      tie &= tie - 1;
+      before++;
+    }
+    if (add) taken[w] |= add;
+    need -= min(need, whole);
+    __syncthreads();
+  }
+}
+
+// The best by eleven, eleven and ten bits of the keys, whatever they are.
+DEVICE void radix(uint32_t* mine, uint32_t* ties, uint32_t* bins, uint32_t* shared, uint32_t* found, const float* scores, uint32_t n, uint32_t need) {
+  const uint32_t t = threadIdx.x, lane = t % 32, words = (n + 31) / 32;
+  uint32_t prefix = 0, known = 0;  // keys whose known bits are above prefix are taken, and need of those that have them equal
+#pragma unroll 1
+  for (int turn = 0; turn < 3; turn++) {
+    const uint32_t shift = turn == 0 ? 21 : turn == 1 ? 10 : 0, width = turn == 2 ? 1024 : 2048;
+    __syncthreads();
+    for (uint32_t i = t; i < kBins; i += kSelect) bins[i] = 0;
+    __syncthreads();
+    for (uint32_t i = t; i < n; i += kSelect) {
+      const uint32_t key = score_key(__ldcg(scores + i));
+      if (key > 1 && (key & known) == prefix) atomicAdd(bins + (key >> shift & (width - 1)), 1);
+    }
+    __syncthreads();
+    uint32_t above, inside;
+    const uint32_t bin = reach(bins, need, shared, found, above, inside);  // there are enough: reached only so
+    need -= above;
+    prefix |= bin << shift, known |= (width - 1) << shift;
+  }
+  for (uint32_t w = t / 32; w < words; w += kSelect / 32) {
+    const uint32_t i = w * 32 + lane, key = i < n ? score_key(__ldcg(scores + i)) : 0;
+    const uint32_t taken = __ballot_sync(~0u, key > prefix), tie = __ballot_sync(~0u, key == prefix);
+    if (lane == 0) mine[w] = taken, ties[w] = tie;
+  }
+  __syncthreads();
+  first_of(mine, ties, shared, words, need);
+}
+
 NINFER_KERNEL(select_rows, SelectRowsParams, kSelect, 6) {
-  __shared__ uint32_t bins[kBins], shared[kSelect / 32], found[3];
+  __shared__ uint32_t bins[kBins], shared[kSelect / 32], found[3], listed;
+  __shared__ uint2 list[kListed];
   uint32_t* const mine = (uint32_t*)dynamic;  // [words]
   uint32_t* const ties = mine + p.words;
   pdl();
@@ -122,76 +198,56 @@ NINFER_KERNEL(select_rows, SelectRowsParams, kSelect, 6) {
     for (uint32_t i = t; i < (visible + 3) / 4; i += kSelect) atomicOr(mine + i / 32, 1u << i % 32);
   } else {
     const float* scores = p.scores + (uint64_t)r * p.ld;
-    uint32_t need = p.most, prefix = 0, known = 0;  // keys whose known bits are above prefix are taken, and need of those that have them equal
-    bool all_of = false;
-#pragma unroll 1
-    for (int turn = 0; turn < 3; turn++) {
-      const uint32_t shift = turn == 0 ? 21 : turn == 1 ? 10 : 0, width = turn == 2 ? 1024 : 2048;
-      for (uint32_t i = t; i < kBins; i += kSelect) bins[i] = 0;
-      __syncthreads();
-#pragma unroll 2
-      for (uint32_t i = t * 4; i < n; i += kSelect * 4) {
-        const float4 f = __ldcg((const float4*)(scores + i));
-        const float v[4] = {f.x, f.y, f.z, f.w};
-#pragma unroll
-        for (uint32_t j = 0; j < 4; j++) {
-          const uint32_t key = score_key(v[j]);
-          if (i + j < n && key > 1 && (key & known) == prefix) atomicAdd(bins + (key >> shift & (width - 1)), 1);  // zeros and NaN are many and last
-        }
-      }
-      __syncthreads();
-      // Bins from the top, eight a thread.
-      const uint32_t top = kBins - 1 - t * 8;
-      uint32_t sum = 0, whole;
-#pragma unroll
-      for (int i = 0; i < 8; i++) sum += bins[top - i];
-      uint32_t before = scan(sum, shared, whole);
-      if (t == 0) found[0] = ~0u;
-      __syncthreads();
-      if (before < need && before + sum >= need) {
-        for (int i = 0; i < 8; i++) {
-          const uint32_t in = bins[top - i];
-          if (before + in >= need) {
-            found[0] = top - i, found[1] = before, found[2] = in;
-            break;
-          }
-          before += in;
-        }
-      }
-      __syncthreads();
-      if (found[0] == ~0u) {  // fewer than enough above zero: zeros by their number
-        prefix = 1, known = ~0u, need -= whole;
-        break;
-      }
-      need -= found[1];
-      prefix |= found[0] << shift, known |= (width - 1) << shift;
-      all_of = found[2] == need;
-      __syncthreads();
-      if (all_of) break;
-    }
-    // Bits in order of the blocks: what is above, and what is equal.
     const uint32_t words = (n + 31) / 32;
-#pragma unroll 4
-    for (uint32_t w = warp; w < words; w += kSelect / 32) {
-      const uint32_t i = w * 32 + lane, key = i < n ? score_key(__ldcg(scores + i)) : 0;
-      const bool equal = i < n && (key & known) == prefix, above = i < n && (key & known) > prefix;
-      const uint32_t taken = __ballot_sync(~0u, above || (equal && all_of)), tie = __ballot_sync(~0u, equal && !all_of);
-      if (lane == 0) mine[w] = taken, ties[w] = tie;
+    uint32_t need = p.most;
+    for (uint32_t i = t; i < kBins; i += kSelect) bins[i] = 0;
+    if (t == 0) listed = 0;
+    __syncthreads();
+#pragma unroll 2
+    for (uint32_t i = t * 4; i < n; i += kSelect * 4) {
+      const float4 f = __ldcg((const float4*)(scores + i));
+      const float v[4] = {f.x, f.y, f.z, f.w};
+#pragma unroll
+      for (uint32_t j = 0; j < 4; j++) {
+        const uint32_t key = score_key(v[j]);
+        if (i + j < n && key > 1) atomicAdd(bins + bin_of(key), 1);  // zeros and NaN are many and last
+      }
     }
     __syncthreads();
-    for (uint32_t from = 0; !all_of && from < words && need; from += kSelect) {
-      const uint32_t w = from + t;
-      uint32_t tie = w < words ? ties[w] : 0, whole;
-      uint32_t before = scan(__popc(tie), shared, whole), taken = 0;
-      while (tie && before < need) {
-        taken |= tie & -tie;
-        tie &= tie - 1;
-        before++;
+    uint32_t above, inside;
+    const uint32_t bin = reach(bins, need, shared, found, above, inside);
+    if (inside > kListed) {
+      radix(mine, ties, bins, shared, found, scores, n, need);  // many alike, or of no ordinary size
+    } else {
+      // What is in a higher bin is taken, what is in this one is listed. No bin: fewer than enough above zero, and zeros are listed.
+      need -= above;
+#pragma unroll 4
+      for (uint32_t w = warp; w < words; w += kSelect / 32) {
+        const uint32_t i = w * 32 + lane, key = i < n ? score_key(__ldcg(scores + i)) : 0;
+        const bool higher = key > 1 && (bin == ~0u || bin_of(key) > bin), here = bin == ~0u ? key == 1 : key > 1 && bin_of(key) == bin;
+        const uint32_t taken = __ballot_sync(~0u, higher), equal = __ballot_sync(~0u, here);
+        if (lane == 0) mine[w] = taken, ties[w] = equal;
+        if (bin != ~0u && here) {
+          const uint32_t to = atomicAdd(&listed, 1);
+          list[to] = make_uint2(key, i);
+        }
       }
-      if (taken) mine[w] |= taken;
-      need -= min(need, whole);
       __syncthreads();
+      if (bin == ~0u) {
+        first_of(mine, ties, shared, words, need);
+      } else {
+        for (uint32_t i = t; i < inside; i += kSelect) {
+          const uint2 own = list[i];
+          uint32_t better = 0;
+          for (uint32_t j = 0; j < inside; j++) {
+            const uint2 other = list[j];
+            better += other.x > own.x || (other.x == own.x && other.y < own.y);
+          }
+          if (better < need) atomicOr(mine + own.y / 32, 1u << own.y % 32);
+        }
+      }
     }
+    __syncthreads();
     if (t == 0 && visible % 4) mine[n / 32] |= 1u << n % 32;  // the tail
   }
   __syncthreads();
@@ -234,7 +290,7 @@ NINFER_KERNEL(unite_rows, UniteRowsParams, kSelect, 6) {
       uint32_t mask = 0;
 #pragma unroll
       for (uint32_t row = 0; row < kTileRows; row++) mask |= (word[row] >> i & 1) << row;
-      if (to < p.list_ld) p.list[(uint64_t)blockIdx.x * p.list_ld + to] = (w * 32 + i) | mask << 24;
+      if (to < p.list_ld) p.list[(uint64_t)blockIdx.x * p.list_ld + to] = (w * 32 + i) | mask << kMaskShift;
       to++;
     }
     base += whole;
