@@ -30,7 +30,7 @@ func TestCommittedRows(t *testing.T) {
 			what, _ := r["what"].(string)
 			variant, _ := r["variant"].(string)
 			num := func(k string) float64 { v, _ := r[k].(float64); return v }
-			if !slices.Contains([]string{"kernel", "decode", "prefill", "round", "load"}, what) || !slices.Contains([]string{"bf16", "fp8", "mixed"}, variant) || name == "" {
+			if !slices.Contains([]string{"kernel", "decode", "prefill", "round", "load", "engine"}, what) || !slices.Contains([]string{"bf16", "fp8", "mixed"}, variant) || name == "" {
 				t.Errorf("%s: row %v", path, r)
 			}
 			if r["commit"] == "" || r["command"] == "" {
@@ -44,7 +44,7 @@ func TestCommittedRows(t *testing.T) {
 			if what == "decode" && (num("read_gbps") == 0 || num("distinct_experts") == 0 || num("us") == 0 || math.Abs(num("tokens_per_s")*num("us")/num("batch")/1e6-1) > 1e-6) {
 				t.Errorf("%s: %s %s: row %v", path, name, variant, r)
 			}
-			if what != "kernel" && what != "load" && what != "decode" || num("read_gbps") == 0 {
+			if what != "kernel" && what != "load" && what != "decode" && what != "engine" || num("read_gbps") == 0 {
 				continue // prefill and rounds are measured elsewhere; yardsticks before the read stream have no rate
 			}
 			floor := num("bytes") / num("read_gbps") / 1e6 // ms

@@ -291,6 +291,11 @@ NINFER_DEVICE float warp_sum(float v) {
 }
 NINFER_DEVICE uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 
+// A row's scale, BF16 or FP32.
+NINFER_DEVICE float row_scale(const void* scale, uint32_t f32, uint32_t row) {
+  return f32 ? __ldg((const float*)scale + row) : __uint_as_float((uint32_t)__ldg((const uint16_t*)scale + row) << 16);
+}
+
 // First row of share i of n rows cut into m shares that differ by at most one.
 NINFER_DEVICE uint32_t share_start(uint32_t n, uint32_t m, uint32_t i) {
   uint32_t q = n / m, r = n % m;

@@ -11,12 +11,13 @@
 //   Down: tiles of 8 rows. Per 128 k 512 bytes of codes (lane: first 64 k, second 64 k of row g), then two scales a lane.
 //   K <= 2,560, E <= 512, topk <= 16, K % 128 = 0, I % 128 = 0, H % 16 = 0.
 //
-// Rows are worked on one by one, each by as many blocks as the GPU has SMs: rows seldom share experts, what they share is in L2, and a row
-// keeps its bits whatever rows are beside it. A lane's 16 codes of a row have one scale, and one activation row leaves seven of the tensor
+// Rows are worked on one by one: they seldom share experts, what they share is in L2, and a row keeps its bits whatever rows are beside it.
+// The kernels named _rows take several rows in a block's turn, so that copies go on from row to row; those for one row take several as
+// rows of blocks, for GPUs with less shared memory. A lane's 16 codes of a row have one scale, and one activation row leaves seven of the tensor
 // instruction's columns idle. So the four lanes of a row put their activations into a column each (2 t): then a lane's result is the
 // sum over its own 16 k, the scale multiplies that sum, and a weight costs nothing but its place in a BF16 number.
 //
-// Plan of a block: expert_gate_up owns a run of (expert, tile) items; one warp chooses the experts and then fetches tiles, a few ahead,
+// Plan of a block for one row: expert_gate_up owns a run of (expert, tile) items; one warp chooses the experts and then fetches tiles, a few ahead,
 // by bulk copies; ten warps have two pairs (128 k) each in every tile, their activations in registers; sums meet once at the end.
 // expert_down owns two or three tiles of eight rows over all experts: one bulk copy an expert, all on their way before the
 // dependency wait where the kernel before it triggered after its own (R3). Rows g and g + 8 of its tensor instruction are two
@@ -232,17 +233,7 @@ NINFER_DEVICE void multiply_plain(float* out, uint2 row_g, uint2 row_g8, uint4 x
   uint32_t lo[8], hi[8];
   float more[4] = {0, 0, 0, 0};
   out[0] = out[1] = out[2] = out[3] = 0;
-#ifdef NO_UNPACK
-  for (int i = 0; i < 8; i++) lo[i] = i & 1 ? row_g.x : row_g.y, hi[i] = i & 1 ? row_g8.x : row_g8.y;
-#else
   e2m1x16_plain(row_g.x, row_g.y, lo), e2m1x16_plain(row_g8.x, row_g8.y, hi);
-#endif
-#ifdef HALF_MMA
-  mma_bf16(out, lo[0] ^ lo[4], hi[0] ^ hi[4], lo[1] ^ lo[5], hi[1] ^ hi[5], x0.x ^ x1.x, x0.y ^ x1.y);
-  mma_bf16(more, lo[2] ^ lo[6], hi[2] ^ hi[6], lo[3] ^ lo[7], hi[3] ^ hi[7], x0.z ^ x1.z, x0.w ^ x1.w);
-  for (int i = 0; i < 4; i++) out[i] += more[i];
-  return;
-#endif
   mma_bf16(out, lo[0], hi[0], lo[1], hi[1], x0.x, x0.y);
   mma_bf16(more, lo[2], hi[2], lo[3], hi[3], x0.z, x0.w);
   mma_bf16(out, lo[4], hi[4], lo[5], hi[5], x1.x, x1.y);
@@ -273,10 +264,42 @@ static constexpr int kOwn = kUpPairs / kUpWarps;                 // pairs of eve
 static constexpr uint32_t kTeam = 4 / kOwn;                      // warps of a part
 static constexpr int kUpThreads = 32 * 11;                       // one more warp chooses and fetches
 
+// 128 k of a tile: the lane's own sums of rows g and g + 8.
+NINFER_DEVICE void tile_pair(uint4 u, uint4 v, uint32_t s, const uint4* x, float& a, float& b) {
+  float acc[4];
+  float2 f = e4m3x2_f32(s);  // row g, row g + 8
+  multiply_plain(acc, make_uint2(u.x, u.y), make_uint2(u.z, u.w), x[0], x[1]);
+  a = fmaf(f.x, acc[0], a), b = fmaf(f.y, acc[2], b);
+  f = e4m3x2_f32(s >> 16);
+  multiply_plain(acc, make_uint2(v.x, v.y), make_uint2(v.z, v.w), x[2], x[3]);
+  a = fmaf(f.x, acc[0], a), b = fmaf(f.y, acc[2], b);
+}
+
+// Adds up the sums of a row's items and writes their hidden values.
+NINFER_DEVICE void finish_up(const ExpertUpParams& p, const float* sums, const float* factor, uint32_t of_row, uint32_t items, uint32_t d0, uint32_t tile0,
+                             uint32_t tiles, uint32_t used, uint32_t threads) {
+  const uint32_t t = threadIdx.x % 4;
+  // four lanes an output: each adds its own t of all warps
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x / 4; i < items * 8; i += threads / 4) {  // whole warps
+    const uint32_t n = i / 8, row = i % 8;
+    uint32_t d = d0, tile = tile0 + n;
+    while (tile >= tiles) tile -= tiles, ++d;
+    const float *from = sums + (n * kUpWarps * 4 + t) * 16 + (row ^ (t & 2) * 4), *from_up = from + (t & 2 ? -8 : 8);
+    float gate = 0, up = 0;
+#pragma unroll
+    for (uint32_t w = 0; w < kUpWarps; w++)
+      if (w < used) gate += from[w * 64], up += from_up[w * 64];
+    const float f = factor[d];
+    gate = quad_sum(gate) * f, up = quad_sum(up) * f;
+    if (t == 0) p.hidden[((uint64_t)of_row * p.topk + d) * p.inner + tile * 8 + row] = __float2bfloat16_rn(silu(gate) * up);
+  }
+}
+
 NINFER_KERNEL(expert_gate_up, ExpertUpParams, kUpThreads, 2) {
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const uint32_t pairs = p.k / 128, tile_bytes = pairs * kPairBytes, tiles = p.inner / 8, parts = ceil_div(pairs, 4), used = ceil_div(pairs, kOwn);
-  const uint32_t blocks = gridDim.x / p.r, of_row = blockIdx.x / blocks, block = blockIdx.x - of_row * blocks;
+  const uint32_t of_row = blockIdx.y, blocks = gridDim.x, block = blockIdx.x;
   // neighbouring items are one expert's, so that a block touches one or two pages of the bank
   const uint32_t item0 = share_start(p.topk * tiles, blocks, block), items = of_row == p.r ? 0 : share_start(p.topk * tiles, blocks, block + 1) - item0;
   const uint32_t d0 = item0 / tiles, tile0 = item0 - d0 * tiles;
@@ -299,8 +322,8 @@ NINFER_KERNEL(expert_gate_up, ExpertUpParams, kUpThreads, 2) {
   pdl_wait();
   STAMP(2)
 
-  if (of_row == p.r) {  // one block more where several rows want their distinct experts counted
-    if (!p.distinct) return;
+  if (of_row == p.r) {  // one row of blocks more where several rows want their distinct experts counted
+    if (!p.distinct || blockIdx.x) return;
     uint32_t* seen = (uint32_t*)sums;
     uint8_t* own = smem + kUpFixed + 64 + warp * 512;
     if (threadIdx.x < kMaxExperts / 32) seen[threadIdx.x] = 0;
@@ -333,12 +356,8 @@ NINFER_KERNEL(expert_gate_up, ExpertUpParams, kUpThreads, 2) {
         const uint32_t at = 8 * (slot * kUpParts + lane);
         const uint8_t* src = (const uint8_t*)p.bank + ((uint64_t)id[d] * tiles + tile) * tile_bytes + lane * 4 * kPairBytes;
         mbar_wait(empty + at, parity);
-#ifdef NO_COPY
-        mbar_arrive(full + at);
-#else
         mbar_expect(full + at, bytes);
         bulk_load(into + slot * tile_bytes, src, bytes, full + at, policy);
-#endif
       }
       __syncwarp();
       if (++tile == tiles) tile = 0, ++d;
@@ -383,17 +402,7 @@ NINFER_KERNEL(expert_gate_up, ExpertUpParams, kUpThreads, 2) {
 #pragma unroll
       for (int i = 0; i < kOwn; i++)
         if (i == 0 || two) {
-#ifdef NO_MATH
-          a += __uint_as_float(u[i].x ^ u[i].y ^ u[i].z ^ u[i].w ^ s[i]), b += __uint_as_float(v[i].x ^ v[i].y ^ v[i].z ^ v[i].w);
-#else
-          float acc[4];
-          float2 f = e4m3x2_f32(s[i]);  // row g, row g + 8
-          multiply_plain(acc, make_uint2(u[i].x, u[i].y), make_uint2(u[i].z, u[i].w), x[i][0], x[i][1]);
-          a = fmaf(f.x, acc[0], a), b = fmaf(f.y, acc[2], b);
-          f = e4m3x2_f32(s[i] >> 16);
-          multiply_plain(acc, make_uint2(v[i].x, v[i].y), make_uint2(v[i].z, v[i].w), x[i][2], x[i][3]);
-          a = fmaf(f.x, acc[0], a), b = fmaf(f.y, acc[2], b);
-#endif
+          tile_pair(u[i], v[i], s[i], x[i], a, b);
         }
       mine[0] = a, mine[t & 2 ? -8 : 8] = b;
       mine += kUpWarps * 64;
@@ -403,22 +412,124 @@ NINFER_KERNEL(expert_gate_up, ExpertUpParams, kUpThreads, 2) {
   }
   __syncthreads();
   STAMP(6)
-  // four lanes an output: each adds its own t of all warps
-#pragma unroll 1
-  for (uint32_t i = threadIdx.x / 4; i < items * 8; i += kUpThreads / 4) {  // whole warps
-    const uint32_t n = i / 8, row = i % 8;
-    uint32_t d = d0, tile = tile0 + n;
-    while (tile >= tiles) tile -= tiles, ++d;
-    const float *from = sums + (n * kUpWarps * 4 + t) * 16 + (row ^ (t & 2) * 4), *from_up = from + (t & 2 ? -8 : 8);
-    float gate = 0, up = 0;
-#pragma unroll
-    for (uint32_t w = 0; w < kUpWarps; w++)
-      if (w < used) gate += from[w * 64], up += from_up[w * 64];
-    const float f = factor[d];
-    gate = quad_sum(gate) * f, up = quad_sum(up) * f;
-    if (t == 0) p.hidden[((uint64_t)of_row * p.topk + d) * p.inner + tile * 8 + row] = __float2bfloat16_rn(silu(gate) * up);
-  }
+  finish_up(p, sums, factor, of_row, items, d0, tile0, tiles, used, kUpThreads);
   STAMP(7)
+}
+
+// Several rows: a block has its run of every row, one after the other, and tiles go on coming from row to row. The sums are those of
+// expert_gate_up. Rows' experts are chosen by a warp each, their activations are in shared memory.
+static constexpr uint32_t kUpRowsFixed = 1536;  // barriers 640, experts 8 x 32, factors 8 x 64
+
+NINFER_KERNEL(expert_gate_up_rows, ExpertUpParams, kUpThreads, 1) {
+  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const uint32_t pairs = p.k / 128, tile_bytes = pairs * kPairBytes, tiles = p.inner / 8, parts = ceil_div(pairs, 4), used = ceil_div(pairs, kOwn);
+  const uint32_t item0 = share_start(p.topk * tiles, gridDim.x, blockIdx.x), items = share_start(p.topk * tiles, gridDim.x, blockIdx.x + 1) - item0;
+  const uint32_t d0 = item0 / tiles, tile0 = item0 - d0 * tiles;
+  const uint32_t full = smem_addr(smem), empty = full + 8 * kUpParts * p.slots;
+  uint16_t* id = (uint16_t*)(smem + 640);
+  float* factor = (float*)(smem + 896);  // [8][16]
+  uint8_t* after = smem + kUpRowsFixed;
+  const uint32_t xs = smem_addr(after), sum_floats = items * kUpWarps * 64;
+  float* sums = (float*)(after + p.r * 2 * p.k);  // [2][item][warp][t][16 rows]
+  uint32_t* scratch = (uint32_t*)sums;            // of the choice: [8][96], weights [8][32], bits
+  const uint32_t ring = (smem_addr(sums) + max(8 * sum_floats, 8u * 512 + 64) + 127) & ~127u;
+
+  if (threadIdx.x < parts * p.slots) {
+    const uint32_t part = threadIdx.x % parts, at = 8 * (threadIdx.x / parts * kUpParts + part);
+    mbar_init(full + at, 1);
+    mbar_init(empty + at, min(kTeam, used - kTeam * part));
+    mbar_fence_init();
+  }
+  pdl_wait();
+  for (uint32_t i = threadIdx.x; i < p.r * p.k / 8; i += kUpThreads) {
+    const uint32_t a = i / (p.k / 8), k = i % (p.k / 8) * 8;
+    copy16(xs + (a * p.k + k) * 2, p.x + (uint64_t)a * p.x_ld + k, policy_evict_first());
+  }
+  copy_commit();
+  uint32_t* seen = scratch + 8 * 128;
+  if (threadIdx.x < kMaxExperts / 32) seen[threadIdx.x] = 0;
+  if (warp < p.r) {
+    choose<false>(p.logits + warp * p.experts, p.experts, p.topk, id + warp * 16, (float*)(scratch + warp * 128 + 96), scratch + warp * 128);
+    if (lane < p.topk) factor[warp * 16 + lane] = __fdividef(E2M1_UNDO, __ldg(p.divisor + id[warp * 16 + lane]));
+  }
+  copy_wait<0>();
+  __syncthreads();
+  if (blockIdx.x == 0 && p.distinct) {
+    if (threadIdx.x < p.r * 16 && threadIdx.x % 16 < p.topk) atomicOr(seen + id[threadIdx.x] / 32, 1u << id[threadIdx.x] % 32);
+    __syncthreads();
+    if (warp == 0) {
+      const uint32_t n = __reduce_add_sync(~0u, lane < kMaxExperts / 32 ? __popc(seen[lane]) : 0);
+      if (lane == 0) *p.distinct = n;
+    }
+    __syncthreads();  // sums take the place of the bits
+  }
+
+  if (warp == kUpWarps) {
+    const uint64_t policy = policy_evict_first();
+    const uint32_t bytes = min(4u, pairs - 4 * min(lane, parts - 1)) * kPairBytes, into = ring + lane * 4 * kPairBytes;
+    uint32_t slot = 0, parity = 1;
+    pdl_trigger();
+#pragma unroll 1
+    for (uint32_t r = 0; r < p.r; r++) {
+      uint32_t d = d0, tile = tile0;
+#pragma unroll 1
+      for (uint32_t n = 0; n < items; n++) {
+        if (lane < parts) {
+          const uint32_t at = 8 * (slot * kUpParts + lane);
+          const uint8_t* src = (const uint8_t*)p.bank + ((uint64_t)id[r * 16 + d] * tiles + tile) * tile_bytes + lane * 4 * kPairBytes;
+          mbar_wait(empty + at, parity);
+          mbar_expect(full + at, bytes);
+          bulk_load(into + slot * tile_bytes, src, bytes, full + at, policy);
+        }
+        __syncwarp();
+        if (++tile == tiles) tile = 0, ++d;
+        if (++slot == p.slots) slot = 0, parity ^= 1;
+      }
+    }
+    return;
+  }
+  uint32_t slot = 0, parity = 0;
+  const uint32_t pair0 = kOwn * warp;
+  const bool two = pair0 + 1 < pairs;
+#pragma unroll 1
+  for (uint32_t r = 0; r < p.r; r++) {
+    float* now = sums + (r & 1) * sum_floats;
+    if (warp < used) {
+      uint4 x[kOwn][4];
+#pragma unroll
+      for (int i = 0; i < kOwn; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          x[i][j] = make_uint4(0, 0, 0, 0);
+          if (g == 2 * t && (i == 0 || two)) x[i][j] = operand(lds128(xs + (r * p.k + (pair0 + i) * 128 + j / 2 * 64 + t * 16 + j % 2 * 8) * 2));
+        }
+      float* mine = now + (warp * 4 + t) * 16 + (g ^ (t & 2) * 4);
+#pragma unroll 1
+      for (uint32_t n = 0; n < items; n++) {
+        const uint32_t at = 8 * (slot * kUpParts + warp / kTeam), from = ring + slot * tile_bytes + pair0 * kPairBytes + lane * 16;
+        mbar_wait(full + at, parity);
+        float a = 0, b = 0;
+        uint4 u[kOwn], v[kOwn];
+        uint32_t s[kOwn];
+#pragma unroll
+        for (int i = 0; i < kOwn; i++)
+          if (i == 0 || two) {
+            u[i] = lds128(from + i * kPairBytes), v[i] = lds128(from + i * kPairBytes + 512);
+            s[i] = lds32(from + i * kPairBytes + 1024 - 12 * lane);
+          }
+        __syncwarp();
+        if (lane == 0) mbar_arrive(empty + at);
+#pragma unroll
+        for (int i = 0; i < kOwn; i++)
+          if (i == 0 || two) tile_pair(u[i], v[i], s[i], x[i], a, b);
+        mine[0] = a, mine[t & 2 ? -8 : 8] = b;
+        mine += kUpWarps * 64;
+        if (++slot == p.slots) slot = 0, parity ^= 1;
+      }
+    }
+    named_sync(1, 32 * kUpWarps);
+    finish_up(p, now, factor + r * 16, r, items, d0, tile0, tiles, used, 32 * kUpWarps);
+  }
 }
 
 // ---- down ----
@@ -432,7 +543,7 @@ static constexpr int kDownThreads = 32 * kDownWarps;
 NINFER_KERNEL(expert_down, ExpertDownParams, kDownThreads, 2) {
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const uint32_t pairs = p.inner / 128, tile_bytes = pairs * kHalfBytes, tiles = p.h / 8;
-  const uint32_t blocks = gridDim.x / p.r, of_row = blockIdx.x / blocks, block = blockIdx.x - of_row * blocks;
+  const uint32_t of_row = blockIdx.y, blocks = gridDim.x, block = blockIdx.x;
   const uint32_t tile0 = share_start(tiles, blocks, block), nt = share_start(tiles, blocks, block + 1) - tile0;
   const uint32_t bars = smem_addr(smem), shared_bar = bars + 8 * kMaxTop;
   uint16_t* id = (uint16_t*)(smem + 144);
@@ -523,15 +634,11 @@ NINFER_KERNEL(expert_down, ExpertDownParams, kDownThreads, 2) {
       uint4 x0 = zero, x1 = zero, x2 = zero, x3 = zero;
       if (live) x0 = lds128(xp), x1 = lds128(xp + 16), x2 = lds128(xp + 128), x3 = lds128(xp + 144);
       float acc[4], va, vb;
-#ifdef NO_MATH
-      suma += __uint_as_float(u.x ^ u.y ^ u.z ^ u.w ^ v.x ^ v.y ^ v.z ^ v.w) * fa.x * fb.x;
-#else
       multiply_plain(acc, make_uint2(u.x, u.y), make_uint2(v.x, v.y), x0, x1);
       va = fa.x * acc[0], vb = fb.x * acc[3];
       multiply_plain(acc, make_uint2(u.z, u.w), make_uint2(v.z, v.w), x2, x3);
       va = fmaf(fa.y, acc[0], va), vb = fmaf(fb.y, acc[3], vb);  // zero where there is no second unit, whose activations are
       suma = fmaf(f, va, suma), sumb = fmaf(f, vb, sumb);
-#endif
       from += from_step, xp += xp_step;
     }
 #pragma unroll
@@ -557,6 +664,151 @@ NINFER_KERNEL(expert_down, ExpertDownParams, kDownThreads, 2) {
     if (lane % 8 == 0) p.out[(uint64_t)of_row * p.h + tile0 * 8 + row] = __float2bfloat16_rn(v);
   }
   STAMP(9)
+}
+
+// Several rows: a block has its tiles for every row, one after the other; an expert's weights for the next row come as soon as this row's have
+// been read. The sums are those of expert_down.
+static constexpr uint32_t kDownRowsFixed = 4624 + (2 + 8) * 16 * kDownTiles * 8 * 4;
+
+NINFER_KERNEL(expert_down_rows, ExpertDownParams, kDownThreads, 1) {
+  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const uint32_t pairs = p.inner / 128, tile_bytes = pairs * kHalfBytes, tiles = p.h / 8;
+  const uint32_t tile0 = share_start(tiles, gridDim.x, blockIdx.x), nt = share_start(tiles, gridDim.x, blockIdx.x + 1) - tile0;
+  const uint32_t bars = smem_addr(smem), shared_bar = bars + 8 * kMaxTop, empty = shared_bar + 8;
+  static_assert(8 * (2 * kMaxTop + 1) <= 272);
+  uint16_t* id = (uint16_t*)(smem + 272);                // [8][16]
+  float* factor = (float*)(smem + 528);                  // [8][16]
+  float* weight = (float*)(smem + 1040);                 // [8][16]
+  uint32_t* scratch = (uint32_t*)(smem + 1552);          // [8][96]
+  float* sums = (float*)(smem + 4624);                   // [2][warp][tile][8]
+  float* first = sums + 2 * kDownWarps * kDownTiles * 8;  // [row][warp][tile][8]: of the shared expert
+  const uint32_t hs = smem_addr(smem) + kDownRowsFixed, pitch = 2 * p.inner + 64, hs_bytes = p.topk * p.inner * 2;
+  const uint32_t shared_at = (hs + 2 * hs_bytes + 127) & ~127u, routed_at = shared_at + nt * 8 * pitch;
+
+  if (threadIdx.x <= kMaxTop) mbar_init(bars + 8 * threadIdx.x, 1);
+  const uint32_t units = nt * pairs, both = ceil_div(units, 2), step = kDownWarps / both;
+  if (threadIdx.x < kMaxTop) mbar_init(empty + 8 * threadIdx.x, both);
+  mbar_fence_init();
+  __syncthreads();
+  const uint64_t policy = policy_evict_first();
+  if (threadIdx.x == 0) mbar_expect(shared_bar, nt * 8 * 2 * p.inner);
+  if (lane == 0)
+    for (uint32_t r = warp; r < nt * 8; r += kDownWarps)
+      bulk_load(shared_at + r * pitch, p.shared_w + (uint64_t)(tile0 * 8 + r) * p.inner, 2 * p.inner, shared_bar, policy);
+  if (!p.early) pdl_wait();
+  if (warp < p.r) {
+    choose_weighted(p.logits + warp * p.experts, p.experts, p.topk, id + warp * 16, weight + warp * 16, scratch + warp * 96);
+    if (lane < p.topk) factor[warp * 16 + lane] = weight[warp * 16 + lane] * (E2M1_UNDO / __ldg(p.divisor + id[warp * 16 + lane]));
+  }
+  __syncthreads();
+  auto fetch = [&](uint32_t r, uint32_t d) {
+    mbar_expect(bars + 8 * d, nt * tile_bytes);
+    bulk_load(routed_at + d * nt * tile_bytes, (const uint8_t*)p.bank + ((uint64_t)id[r * 16 + d] * tiles + tile0) * tile_bytes, nt * tile_bytes, bars + 8 * d, policy);
+  };
+  if (warp < p.topk && lane == 0) fetch(0, warp);
+  // the shared expert, all rows at once: column g is row g
+  const uint4 zero = make_uint4(0, 0, 0, 0);
+  {
+    float acc[2][4] = {};
+    mbar_wait(shared_bar, 0);
+#pragma unroll 1
+    for (uint32_t c = kDownWarps - 1 - warp; c < p.inner / 32; c += kDownWarps) {
+      const uint32_t at = shared_at + g * pitch + c * 64 + t * 16;
+      const uint4 x = g < p.r ? ldg_l2(p.shared_hidden + (uint64_t)g * p.inner + c * 32 + t * 8) : zero, u = lds128(at), v = nt > 1 ? lds128(at + 8 * pitch) : zero;
+      mma_bf16(acc[0], u.x, v.x, u.y, v.y, x.x, x.y);
+      mma_bf16(acc[0], u.z, v.z, u.w, v.w, x.z, x.w);
+      if (nt > 2) {
+        const uint4 w = lds128(at + 16 * pitch);
+        mma_bf16(acc[1], w.x, 0, w.y, 0, x.x, x.y);
+        mma_bf16(acc[1], w.z, 0, w.w, 0, x.z, x.w);
+      }
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < 2; i++)
+      if (2 * t + i < p.r) {
+        const float f = sigmoid(ldg_l2_f32(p.shared_logit + 2 * t + i));
+        float* to = first + ((2 * t + i) * kDownWarps + warp) * kDownTiles * 8 + g;
+        to[0] = f * acc[0][i], to[8] = f * acc[0][2 + i], to[16] = f * acc[1][i];
+      }
+  }
+  if (p.early) pdl_wait();
+  const uint32_t all = p.topk * p.inner / 8;  // at most 1280
+  auto put = [&](uint32_t r, uint32_t i, uint4 v) {
+    if (i < all) sts128(hs + (r & 1) * hs_bytes + i * 16, operand(v));
+  };
+  auto get = [&](uint32_t r, uint32_t i) { return i < all ? ldg_l2(p.hidden + (uint64_t)r * p.topk * p.inner + i * 8) : zero; };
+  for (uint32_t i = threadIdx.x; i < all; i += kDownThreads) put(0, i, get(0, i));
+  __syncthreads();
+  pdl_trigger();
+  uint32_t d0 = warp / both;
+  const bool works = warp < step * both;
+  const uint32_t a = warp - d0 * both, b = a + both;
+  const bool second = b < units, live = g == 2 * t || (g == 2 * t + 1 && second);
+  const uint32_t ta = (a >= pairs) + (a >= 2 * pairs), tb = (b >= pairs) + (b >= 2 * pairs);
+  const uint32_t other = second ? both * kHalfBytes : 0, from_step = step * units * kHalfBytes, xp_step = step * p.inner * 2;
+#pragma unroll 1
+  for (uint32_t r = 0; r < p.r; r++) {
+    uint4 more[3];
+    const bool next = r + 1 < p.r;
+    if (next)
+#pragma unroll
+      for (int i = 0; i < 3; i++) more[i] = get(r + 1, threadIdx.x + i * kDownThreads);
+    float tot[kDownTiles];
+#pragma unroll
+    for (uint32_t i = 0; i < kDownTiles; i++) tot[i] = t == 0 ? first[(r * kDownWarps + warp) * kDownTiles * 8 + i * 8 + g] : 0.0f;
+    if (works) {
+      uint32_t from = routed_at + (d0 * units + a) * kHalfBytes + lane * 16;
+      uint32_t xp = hs + (r & 1) * hs_bytes + (d0 * p.inner + (g == 2 * t ? a - ta * pairs : b - tb * pairs) * 128 + t * 16) * 2;
+      float suma = 0, sumb = 0;
+#pragma unroll 1
+      for (uint32_t d = d0; d < p.topk; d += step) {
+        mbar_wait(bars + 8 * d, r & 1);
+        const uint4 u = lds128(from), v = lds128(from + other);
+        const float2 fa = e4m3x2_f32(lds16(from + 512 - 14 * lane)), fb = e4m3x2_f32(lds16(from + other + 512 - 14 * lane));
+        __syncwarp();
+        if (lane == 0) {
+          mbar_arrive(empty + 8 * d);
+          if (next && a == 0) {
+            mbar_wait(empty + 8 * d, r & 1);
+            fetch(r + 1, d);
+          }
+        }
+        const float f = factor[r * 16 + d];
+        uint4 x0 = zero, x1 = zero, x2 = zero, x3 = zero;
+        if (live) x0 = lds128(xp), x1 = lds128(xp + 16), x2 = lds128(xp + 128), x3 = lds128(xp + 144);
+        float acc[4], va, vb;
+        multiply_plain(acc, make_uint2(u.x, u.y), make_uint2(v.x, v.y), x0, x1);
+        va = fa.x * acc[0], vb = fb.x * acc[3];
+        multiply_plain(acc, make_uint2(u.z, u.w), make_uint2(v.z, v.w), x2, x3);
+        va = fmaf(fa.y, acc[0], va), vb = fmaf(fb.y, acc[3], vb);
+        suma = fmaf(f, va, suma), sumb = fmaf(f, vb, sumb);
+        from += from_step, xp += xp_step;
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kDownTiles; i++) {
+        if (ta == i) tot[i] += suma;
+        if (tb == i && second) tot[i] += sumb;
+      }
+    }
+    float* now = sums + (r & 1) * kDownWarps * kDownTiles * 8;
+#pragma unroll
+    for (uint32_t i = 0; i < kDownTiles; i++) {
+      const float v = quad_sum(tot[i]);
+      if (t == 0) now[(warp * kDownTiles + i) * 8 + g] = v;
+    }
+    if (next)
+#pragma unroll
+      for (int i = 0; i < 3; i++) put(r + 1, threadIdx.x + i * kDownThreads, more[i]);
+    __syncthreads();
+    if (threadIdx.x < nt * 64) {  // eight lanes an output
+      const uint32_t row = threadIdx.x / 8;
+      float v = 0;
+      for (uint32_t w = lane % 8; w < kDownWarps; w += 8) v += now[w * kDownTiles * 8 + row];
+      v = quad_sum(v);
+      v += __shfl_xor_sync(~0u, v, 4);
+      if (lane % 8 == 0) p.out[(uint64_t)r * p.h + tile0 * 8 + row] = __float2bfloat16_rn(v);
+    }
+  }
 }
 
 // ---- repacking ----

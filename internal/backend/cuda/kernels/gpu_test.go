@@ -816,7 +816,9 @@ func TestRowsAlone(t *testing.T) {
 				vector, sharedDown := randomMatrix(rng, FormatBF16, 1, h, false).part(g, 0, 0, 0), randomMatrix(rng, FormatBF16, h, inner, false).part(g, 0, 0, 0)
 				upB, downB := randomBank(rng, experts, 2*inner, h), randomBank(rng, experts, h, inner)
 				dUp, dDown, upDiv, downDiv := upB.pack(g, true), downB.pack(g, false), upload(g, upB.divisor), upload(g, downB.divisor)
-				// run gives everything that rows [first, first + r) leave behind
+				upLimits, downLimits := g.set.Limits, g.set.Limits
+				distinct := g.poisoned(4)
+				// run1 gives everything that rows [first, first + r) leave behind
 				run1 := func(first, r int) (mix, out []uint16, injOut, logits []float32) {
 					R, H, L, E, K, I := uint32(r), uint32(h), uint32(low), uint32(experts), uint32(topk), uint32(inner)
 					at := driver.Ptr(first)
@@ -837,11 +839,12 @@ func TestRowsAlone(t *testing.T) {
 					rp.X, rp.Router, rp.RouterScale, rp.Gate, rp.GateScale, rp.Up, rp.UpScale = mixP, router.W, router.Scale, gate.W, gate.Scale, upW.W, upW.Scale
 					rp.Shared, rp.Logits, rp.Hidden, rp.SharedLogit = vector.W, lg, hs, sl
 					run(g, rPlan, &rp, true)
-					ePlan, ep, err := g.set.Limits.ExpertUp(R, H, E, K, I, Tuning{})
+					ePlan, ep, err := upLimits.ExpertUp(R, H, E, K, I, Tuning{})
 					g.check(err)
+					ep.Distinct = distinct
 					ep.X, ep.Logits, ep.Bank, ep.Divisor, ep.Hidden = mixP, lg, dUp, upDiv, hid
 					run(g, ePlan, &ep, true)
-					dPlan, dp, err := g.set.Limits.ExpertDown(R, H, E, K, I, true)
+					dPlan, dp, err := downLimits.ExpertDown(R, H, E, K, I, true)
 					g.check(err)
 					dp.Logits, dp.Hidden, dp.Bank, dp.Divisor, dp.SharedW, dp.SharedHidden, dp.SharedLogit, dp.Out = lg, hid, dDown, downDiv, sharedDown.W, hs, sl, outP
 					run(g, dPlan, &dp, true)
@@ -855,6 +858,69 @@ func TestRowsAlone(t *testing.T) {
 							!slices.Equal(l, logits[first*experts:(first+r)*experts]) {
 							t.Errorf("H %d format %d: rows %d to %d of %d have other bits than among %d", h, f, first, first+r, rows, rows)
 						}
+					}
+				}
+				// where shared memory is short, a block of experts has one row
+				run1(0, rows)
+				counted := download[uint32](g, distinct, 1)[0]
+				for upLimits.SharedPerBlock > 0 {
+					plan, _, err := upLimits.ExpertUp(rows, uint32(h), uint32(experts), uint32(topk), uint32(inner), Tuning{})
+					g.check(err)
+					if plan.Kernel == ExpertGateUp {
+						break
+					}
+					upLimits.SharedPerBlock -= 1 << 10
+				}
+				for downLimits.SharedPerBlock > 0 {
+					plan, _, err := downLimits.ExpertDown(rows, uint32(h), uint32(experts), uint32(topk), uint32(inner), true)
+					g.check(err)
+					if plan.Kernel == ExpertDown {
+						break
+					}
+					downLimits.SharedPerBlock -= 1 << 10
+				}
+				m, o, i, l := run1(0, rows)
+				if !slices.Equal(m, mix) || !slices.Equal(o, out) || !slices.Equal(i, injOut) || !slices.Equal(l, logits) {
+					t.Errorf("H %d format %d: other bits with a block for each row", h, f)
+				}
+				if d := download[uint32](g, distinct, 1)[0]; d != counted {
+					t.Errorf("H %d format %d: %d distinct experts, %d with a block for each row", h, f, counted, d)
+				}
+			}
+		}
+	})
+}
+
+// The same of the streaming kernels, whose blocks are of other kinds for many rows than for few.
+func TestStreamedRowsAlone(t *testing.T) {
+	withGPU(t, func(g *gpu) {
+		rng := rand.New(rand.NewPCG(23, 24))
+		for _, sh := range []struct{ rows, k int }{{16384, 2560}, {2560, 6144}, {129, 256}} {
+			for _, f := range []Format{FormatBF16, FormatE4M3} {
+				w, plain := randomMatrix(rng, f, sh.rows, sh.k, false).part(g, 0, 0, 0), randomMatrix(rng, FormatBF16, 48, sh.k, false).part(g, 0, 0, 0)
+				words, _ := activations(rng, MaxRows, sh.k)
+				x := upload(g, words)
+				product := func(first, r int) []float32 {
+					out := g.poisoned(4 * (sh.rows + 48) * r)
+					parts := []Part{w, plain}
+					for i := range parts {
+						parts[i].Out, parts[i].OutLd, parts[i].Flags = out+driver.Ptr(4*i*sh.rows), uint32(sh.rows+48), parts[i].Flags|PartOutF32
+					}
+					from := 2
+					if f == FormatE4M3 {
+						from = 1
+					}
+					plan, p, err := g.set.Limits.Gemv(f, uint32(r), uint32(sh.k), parts, from, Tuning{})
+					g.check(err)
+					p.X, p.XLd = x+driver.Ptr(2*first*sh.k), uint32(sh.k)
+					run(g, plan, &p, true)
+					return download[float32](g, out, (sh.rows+48)*r)
+				}
+				all := product(0, MaxRows)
+				for r := 1; r < MaxRows; r++ {
+					first, width := MaxRows-r, sh.rows+48
+					if !slices.Equal(product(first, r), all[first*width:]) {
+						t.Errorf("%d rows of %d, format %d: %d rows of activations have other bits than among %d", sh.rows, sh.k, f, r, MaxRows)
 					}
 				}
 			}

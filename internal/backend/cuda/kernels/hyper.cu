@@ -6,18 +6,71 @@
 //              inject = 2 sigmoid(sum_s rstd_s d_s / 4) from the inject rows.
 //
 // With few rows what counts is the time from the activations' arrival to the result. So a block's weights come before the dependency wait,
-// a thread keeps its share in registers and needs nothing but its own few activations: hc_down has eight k of the block's rows
-// (at most ten) in a thread, hc_up_mix a quarter of a row in each of four lanes. All arithmetic is FP32; sums have a fixed order that does
-// not depend on the number of rows.
+// and what a thread needs of them is on its way to registers while its activations come. hc_down works without tensor instructions: a thread
+// has eight k of the block's rows (at most ten), FP32 arithmetic. hc_up_mix uses them. Sums have a fixed order that does not
+// depend on the number of rows.
 //
 //   Shapes: H % 16 = 0 and at most 2560, L % 16 = 0 and at most 320, R = 1..8.
 //
 // Weights loaded straight into registers were slower: loads that wait for a place in L1 hold up the neighbour's shared memory.
 #include "common.cuh"
-#include "vector.cuh"
 #include "params.h"
 
 extern __shared__ __align__(128) uint8_t smem[];
+
+// Eight weights to FP32: BF16 from 16 bytes, E4M3 from 8.
+NINFER_DEVICE void unpack(uint4 w, float* f) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const uint32_t x = (&w.x)[i];
+    f[2 * i] = bf16_lo(x), f[2 * i + 1] = bf16_hi(x);
+  }
+}
+NINFER_DEVICE void unpack(uint2 w, float* f) {
+  const float2 a = e4m3x2_f32(w.x), b = e4m3x2_f32(w.x >> 16), c = e4m3x2_f32(w.y), d = e4m3x2_f32(w.y >> 16);
+  f[0] = a.x, f[1] = a.y, f[2] = b.x, f[3] = b.y, f[4] = c.x, f[5] = c.y, f[6] = d.x, f[7] = d.y;
+}
+// Eight weights of a row, as stored.
+template <bool FP8>
+struct Eight {
+  uint4 w;
+  NINFER_DEVICE void read(uint32_t at) { w = lds128(at); }
+};
+template <>
+struct Eight<true> {
+  uint2 w;
+  NINFER_DEVICE void read(uint32_t at) { w = lds64(at); }
+};
+
+// The product of eight weights with eight activations.
+NINFER_DEVICE float dot8(const float* f, const float* v) {
+  float a = f[0] * v[0], b = f[1] * v[1];
+#pragma unroll
+  for (int j = 2; j < 8; j += 2) a = fmaf(f[j], v[j], a), b = fmaf(f[j + 1], v[j + 1], b);
+  return a + b;
+}
+
+// Sums N values over a warp's lanes, each lane keeping one, the value scattered() names.
+template <int N>
+NINFER_DEVICE float scatter_sum(float* v) {
+  const uint32_t lane = threadIdx.x % 32;
+  int n = N;
+#pragma unroll
+  for (int mask = 16; mask > 1; mask /= 2) {
+    const bool upper = lane & mask;
+#pragma unroll
+    for (int i = 0; 2 * i < n; i++) {
+      const float a = v[2 * i], b = 2 * i + 1 < n ? v[2 * i + 1] : 0.0f;
+      v[i] = (upper ? b : a) + __shfl_xor_sync(~0u, upper ? a : b, mask);
+    }
+    n = (n + 1) / 2;
+  }
+  return v[0] + __shfl_xor_sync(~0u, v[0], 1);
+}
+NINFER_DEVICE uint32_t scattered() {
+  const uint32_t lane = threadIdx.x % 32;
+  return (lane >> 4 & 1) + (lane >> 3 & 1) * 2 + (lane >> 2 & 1) * 4 + (lane >> 1 & 1) * 8;
+}
 
 static constexpr float kEps = 1e-6f;
 static constexpr int kMaxRows = 8;
@@ -58,11 +111,17 @@ NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t stream, uint32_t gr
   pdl_wait();
   if (p.trigger == 2) pdl_trigger();
   STAMP(2)
-  uint4 next_x = make_uint4(0, 0, 0, 0), next_y = next_x;
-  float next_inject = 0;
-  auto fetch = [&](uint32_t r) {
-    if (mine) next_x = ldg_l2(p.x + ((uint64_t)r * 4 + stream) * p.h + k);
-    if (mine && p.y) next_y = ldg_l2(p.y + (uint64_t)r * p.h + k), next_inject = ldg_l2_f32(p.inject + r * 4 + stream);
+  constexpr uint32_t kBatch = ONE ? 1 : 2;  // rows that a weight is read and unpacked for
+  uint4 next_x[kBatch], next_y[kBatch];
+  float next_inject[kBatch];
+  auto fetch = [&](uint32_t r0) {
+#pragma unroll
+    for (uint32_t b = 0; b < kBatch; b++) {
+      const uint32_t r = min(r0 + b, p.r - 1);  // the last row twice where there is no other
+      next_x[b] = next_y[b] = make_uint4(0, 0, 0, 0);
+      if (mine) next_x[b] = ldg_l2(p.x + ((uint64_t)r * 4 + stream) * p.h + k);
+      if (mine && p.y) next_y[b] = ldg_l2(p.y + (uint64_t)r * p.h + k), next_inject[b] = ldg_l2_f32(p.inject + r * 4 + stream);
+    }
   };
   fetch(0);
   mbar_wait(bar, 0);
@@ -77,26 +136,33 @@ NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t stream, uint32_t gr
   STAMP(3)
   // A row's sums have the same order whatever rows are beside it.
 #pragma unroll 1
-  for (uint32_t r = 0; r < (ONE ? 1 : p.r); r++) {
-    uint4 x = next_x;
-    const uint4 y = next_y;
-    const float inject = next_inject;
-    if (!ONE && r + 1 < p.r) fetch(r + 1);
-    float v[8] = {}, square = 0, values[kValues] = {};
-    if (mine) {
-      if (p.y) {
+  for (uint32_t r0 = 0; r0 < (ONE ? 1 : p.r); r0 += kBatch) {
+    float v[kBatch][8] = {}, values[kBatch][kValues] = {};
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          uint32_t &a = (&x.x)[i], b = (&y.x)[i];
-          a = pack_bf16(fmaf(inject, bf16_lo(b), bf16_lo(a)), fmaf(inject, bf16_hi(b), bf16_hi(a)));
+    for (uint32_t b = 0; b < kBatch; b++) {
+      uint4 x = next_x[b];
+      const uint4 y = next_y[b];
+      const float inject = next_inject[b];
+      if (mine) {
+        if (p.y) {
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            uint32_t &a = (&x.x)[i], c = (&y.x)[i];
+            a = pack_bf16(fmaf(inject, bf16_lo(c), bf16_lo(a)), fmaf(inject, bf16_hi(c), bf16_hi(a)));
+          }
         }
-      }
-      // the blocks of a stream share the writing of the rows
-      if (!INJECT && (r < p.groups ? r : 0) == group) *(uint4*)(p.x_out + ((uint64_t)r * 4 + stream) * p.h + k) = x;
-      float nf[8];
-      unpack(x, v), unpack(norm, nf);
+        // the blocks of a stream share the writing of the rows
+        const uint32_t r = r0 + b;
+        if (!INJECT && r < p.r && (r < p.groups ? r : 0) == group) *(uint4*)(p.x_out + ((uint64_t)r * 4 + stream) * p.h + k) = x;
+        float nf[8], square = 0;
+        unpack(x, v[b]), unpack(norm, nf);
 #pragma unroll
-      for (int i = 0; i < 8; i++) square = fmaf(v[i], v[i], square), v[i] = fmaf(v[i], nf[i], v[i]);
+        for (int i = 0; i < 8; i++) square = fmaf(v[b][i], v[b][i], square), v[b][i] = fmaf(v[b][i], nf[i], v[b][i]);
+        if (INJECT) values[b][4] = square;
+      }
+    }
+    if (!ONE && r0 + kBatch < p.r) fetch(r0 + kBatch);
+    if (mine)
 #pragma unroll
       for (int i = 0; i < kRows; i++) {
         Eight<FP8 && !INJECT> now = {};
@@ -104,13 +170,17 @@ NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t stream, uint32_t gr
           now = w[i];
         else if (i < (int)n)
           now.read(weights + i * slice + k * bytes);
-        values[i] = dot8(now.w, v);
+        float f[8];
+        unpack(now.w, f);
+#pragma unroll
+        for (uint32_t b = 0; b < kBatch; b++) values[b][i] = dot8(f, v[b]);
       }
+#pragma unroll
+    for (uint32_t b = 0; b < kBatch; b++) {
+      const float sum = scatter_sum<kValues>(values[b]);
+      const uint32_t own = scattered();
+      if (lane % 2 == 0 && own < kValues && r0 + b < p.r) sums[r0 + b][warp][own] = sum;
     }
-    if (INJECT) values[4] = square;
-    const float sum = scatter_sum<kValues>(values);
-    const uint32_t own = scattered();
-    if (lane % 2 == 0 && own < kValues) sums[r][warp][own] = sum;
   }
   STAMP(4)
   __syncthreads();
@@ -156,33 +226,85 @@ NINFER_KERNEL(hc_down_rows_e4m3, HcDownParams, kDownThreads, 2) {
     down_rows<true, true, false>(p, stream, group);
 }
 
-// A warp has two columns: lane = column * 16 + stream * 4 + quarter, quarter q taking units q, q + 4, ... of its row: 8 k in BF16, 16 in E4M3.
-static constexpr int kUpWarps = 11;
-static constexpr int kUpThreads = 32 * kUpWarps;
-static constexpr uint32_t kMaxRank = 320;
+// Sixteen weight rows of a tile: four columns times four streams. Two warps a tile, five chunks of the rank each. The operand is no BF16 number but
+// two of them, whose sums are added; E4M3 weights are BF16 numbers times 2^-120, and their operands carry 2^60.
+static constexpr int kUpTiles = 6;
+static constexpr int kChunks = 5;
+static constexpr int kUpThreads = 384;
+static_assert(kUpThreads == 64 * kUpTiles);
 
-template <bool FP8, bool ONE>
+// Eight weights as BF16 pairs in order of k; E4M3 as their value times 2^-120 (see e4m3x4_bf16).
+template <bool FP8>
+NINFER_DEVICE uint4 eight_weights(uint32_t at) {
+  if constexpr (FP8) {
+    const uint2 w = lds64(at);
+    uint4 r;
+    e4m3x4_bf16(__byte_perm(w.x, 0, 0x3120), r.x, r.y);
+    e4m3x4_bf16(__byte_perm(w.y, 0, 0x3120), r.z, r.w);
+    return r;
+  } else {
+    return lds128(at);
+  }
+}
+// Rows g (lo) and g + 8 (hi) of a chunk times its operand, in two sums that shorten the chain.
+NINFER_DEVICE void multiply_chunk(float* a, float* b, uint4 lo, uint4 hi, uint4 x) {
+  mma_bf16(a, lo.x, hi.x, lo.y, hi.y, x.x, x.y);
+  mma_bf16(b, lo.z, hi.z, lo.w, hi.w, x.z, x.w);
+}
+
+// A warp's chunks of sixteen rows and of the operand, 32 k each: lane (g, t) = (lane / 4, lane % 4) has k = 8 t .. of rows g and g + 8 as the first
+// operand of the tensor instruction and of column g as the second; a dot product does not care about the order of k. Nothing here branches:
+// where a row is missing another is read, whose sums nobody reads; where k ends the operand is zero.
+template <bool FP8>
+struct Rows {
+  uint32_t lo_at, hi_at;  // rows g and g + 8 at the lane's first k
+  uint32_t first, room;   // that k, and how far from it the last eight of K are
+  int left;               // k from the lane's first to the end of K
+  // A warp whose k begin at k0; lo and hi are rows g and g + 8.
+  NINFER_DEVICE Rows(uint32_t lo, uint32_t hi, uint32_t k0, uint32_t size) {
+    const uint32_t k = k0 + threadIdx.x % 4 * 8;
+    left = (int)size - (int)k, first = min(k, size - 8), room = size - 8 - first;
+    lo_at = lo + first * (FP8 ? 1 : 2), hi_at = hi + first * (FP8 ? 1 : 2);
+  }
+  NINFER_DEVICE void read(int c, uint4& lo, uint4& hi) const {
+    const uint32_t step = min(c * 32u, room) * (FP8 ? 1 : 2);
+    lo = eight_weights<FP8>(lo_at + step), hi = eight_weights<FP8>(hi_at + step);
+  }
+  // Column g of n, at the start of a row of operands.
+  NINFER_DEVICE uint4 operand(int c, uint32_t at) const {
+    uint4 v = lds128(at + (first + min(c * 32u, room)) * 2);
+    if (c * 32 >= left) v = make_uint4(0, 0, 0, 0);
+    return v;
+  }
+};
+
+// MOST: rows at most, 1 or 8; the arithmetic is the same.
+template <bool FP8, uint32_t MOST>
 NINFER_DEVICE void up_columns(const HcUpParams& p) {
-  constexpr int kUnit = FP8 ? 16 : 8, kUnits = kMaxRank / kUnit / 4;
-  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, q = lane % 4, stream = lane / 4 % 4;
+  constexpr bool ONE = MOST == 1;
+  constexpr uint32_t kPasses = (MOST + 3) / 4;  // four rows' high and low parts are the eight columns of the tensor instruction
+  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const uint32_t first = share_start(p.h, gridDim.x, blockIdx.x), columns = share_start(p.h, gridDim.x, blockIdx.x + 1) - first;
-  const uint32_t column = 2 * warp + lane / 16, units = p.l / kUnit;
-  const bool mine = column < columns;
-  const uint64_t row = (uint64_t)stream * p.h + first + column;
+  const uint32_t row_bytes = (FP8 ? 1 : 2) * p.l, run = columns * row_bytes, run_pitch = ((run + 127) & ~127u) + (FP8 ? 32 : 64);
+  const uint32_t bar = smem_addr(smem), weights = bar + 128, opitch = 2 * p.l + 64, operand = weights + 4 * run_pitch;
+  __shared__ float sums[2][MOST][kUpTiles * 16];
 
   STAMP_BEGIN(130 + FP8)
-  const uint32_t row_bytes = units * 16, run = columns * row_bytes, run_pitch = ((run + 127) & ~127u) + 64, bar = smem_addr(smem);
   if (threadIdx.x == 0) {
     mbar_init(bar, 1);
     mbar_fence_init();
     mbar_expect(bar, 4 * run);
   }
   __syncthreads();
-  if (warp < 4 && lane == 0) bulk_load(bar + 128 + p.r * kUpThreads * 8 + warp * run_pitch, (const uint8_t*)p.up + ((uint64_t)warp * p.h + first) * row_bytes, run, bar, policy_evict_first());
+  if (warp < 4 && lane == 0) bulk_load(weights + warp * run_pitch, (const uint8_t*)p.up + ((uint64_t)warp * p.h + first) * row_bytes, run, bar, policy_evict_first());
+  // In the end thread 96 i + 4 c + s has rows i and i + 4, column c, stream s.
+  const uint32_t of = threadIdx.x / (kUpTiles * 16), place = threadIdx.x % (kUpTiles * 16), own = place % 4;
+  const bool mine = place / 4 < columns && of < p.r;
+  const uint64_t row = (uint64_t)own * p.h + first + place / 4;
   float norm = 0, scale = 1;
   if (mine) {
     norm = 1.0f + __bfloat162float(p.norm[row]);
-    if (FP8) scale = row_scale(p.up_scale, p.scale_f32, row);
+    if (FP8) scale = E4M3_UNDO * row_scale(p.up_scale, p.scale_f32, row);
   }
   if (p.trigger == 0) pdl_trigger();
   STAMP(1)
@@ -194,78 +316,86 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
   const uint32_t u = threadIdx.x / 4, s = threadIdx.x % 4, width = p.l + 4;
   const bool inject = 4 * u >= p.l;
   const float per_h = __fdividef(1.0f, (float)p.h);
-  float* low = (float*)(smem + 128);                             // [R][kUpThreads], zeros where a quarter has no unit
-  float* normed = low + p.r * kUpThreads + threadIdx.x;          // [R][kUpThreads]: this lane's stream, normalised
-  const uint32_t weights = smem_addr(low) + p.r * kUpThreads * 8;
-  uint4 next_part = make_uint4(0, 0, 0, 0);
-  float next_square = 0, next_own = 0, next_x = 0;
-  auto fetch = [&](uint32_t r) {
-    if (4 * u < width) next_part = ldg_l2(p.partial + ((uint64_t)r * 4 + s) * width + 4 * u);
-    next_square = ldg_l2_f32(p.square + r * 4 + s), next_own = ldg_l2_f32(p.square + r * 4 + stream);
-    if (mine) next_x = ldg_l2_bf16(p.x + (uint64_t)r * 4 * p.h + row);
-  };
-  fetch(0);
+  // the warp's rows of the tile: column g / 4 and two more, stream g % 4
+  const uint32_t tile = warp / 2, column = tile * 4 + g / 4;
+  const uint32_t lo_at = weights + g % 4 * run_pitch + (column < columns ? column : 0) * row_bytes;
+  const Rows<FP8> rows(lo_at, lo_at + (column + 2 < columns ? 2 * row_bytes : 0), warp % 2 * kChunks * 32, p.l);
+  uint4 part[MOST];
+  float square[MOST], own_square[kPasses] = {}, own_x[kPasses] = {};
+#pragma unroll
+  for (uint32_t i = 0; i < MOST; i++)
+    if (ONE || i < p.r) {
+      part[i] = make_uint4(0, 0, 0, 0);
+      if (4 * u < width) part[i] = ldg_l2(p.partial + ((uint64_t)i * 4 + s) * width + 4 * u);
+      square[i] = ldg_l2_f32(p.square + i * 4 + s);
+    }
+#pragma unroll
+  for (uint32_t j = 0; j < kPasses; j++)
+    if (mine && of + 4 * j < p.r) own_square[j] = ldg_l2_f32(p.square + (of + 4 * j) * 4 + own), own_x[j] = ldg_l2_bf16(p.x + (uint64_t)(of + 4 * j) * 4 * p.h + row);
   mbar_wait(bar, 0);
-  uint4 w[kUnits];
-  auto weight = [&](int i) { return mine && q + 4 * i < units ? lds128(weights + stream * run_pitch + column * row_bytes + (q + 4 * i) * 16) : make_uint4(0, 0, 0, 0); };
+  uint4 lo[kChunks], hi[kChunks];
   if (ONE)
 #pragma unroll
-    for (int i = 0; i < kUnits; i++) w[i] = weight(i);
-#pragma unroll 1
-  for (uint32_t r = 0; r < (ONE ? 1 : p.r); r++) {
-    const uint4 part = next_part;
-    const float square = next_square, own = next_own, x = next_x;
-    if (!ONE && r + 1 < p.r) fetch(r + 1);
-    const float f = rsqrtf(fmaf(square, per_h, kEps));
-    float a = __uint_as_float(s & 1 ? part.y : part.x), b = __uint_as_float(s & 1 ? part.w : part.z);
-    a = fmaf(f, a, __shfl_xor_sync(~0u, f * __uint_as_float(s & 1 ? part.x : part.y), 1));
-    b = fmaf(f, b, __shfl_xor_sync(~0u, f * __uint_as_float(s & 1 ? part.z : part.w), 1));
+    for (int c = 0; c < kChunks; c++) rows.read(c, lo[c], hi[c]);
+#pragma unroll
+  for (uint32_t i = 0; i < MOST; i++) {
+    if (!ONE && i >= p.r) break;
+    const float f = rsqrtf(fmaf(square[i], per_h, kEps));
+    const uint4 v = part[i];
+    float a = __uint_as_float(s & 1 ? v.y : v.x), b = __uint_as_float(s & 1 ? v.w : v.z);
+    a = fmaf(f, a, __shfl_xor_sync(~0u, f * __uint_as_float(s & 1 ? v.x : v.y), 1));
+    b = fmaf(f, b, __shfl_xor_sync(~0u, f * __uint_as_float(s & 1 ? v.z : v.w), 1));
     float d = s & 2 ? b : a;
     d = 0.25f * (d + __shfl_xor_sync(~0u, s & 2 ? a : b, 2));
     const float e = sigmoid(d);
-    low[r * kUpThreads + threadIdx.x] = inject ? 0.0f : d * e;
-    if (inject && 4 * u < width && p.inject && blockIdx.x == 0) p.inject[r * 4 + s] = 2.0f * e;
-    normed[r * kUpThreads] = rsqrtf(fmaf(own, per_h, kEps)) * x * norm;
+    if (inject) {
+      if (4 * u < width && p.inject && blockIdx.x == 0) p.inject[i * 4 + s] = 2.0f * e;
+    } else {
+      const float low = (FP8 ? E4M3_UNDO : 1.0f) * (d * e), high = __bfloat162float(__float2bfloat16_rn(low));
+      bf16* to = (bf16*)(smem + (operand - bar)) + 4 * u + s;
+      to[2 * i * (opitch / 2)] = __float2bfloat16_rn(low);
+      to[(2 * i + 1) * (opitch / 2)] = __float2bfloat16_rn(low - high);
+    }
   }
   if (p.trigger == 1) pdl_trigger();
   STAMP(3)
   __syncthreads();
   STAMP(4)
-  if (warp * 2 >= columns) return;
-
-#pragma unroll 1
-  for (uint32_t r = 0; r < (ONE ? 1 : p.r); r++) {
-    float dot[4] = {0, 0, 0, 0};
+  if (tile * 4 < columns) {
+    float a[kPasses][4] = {}, b[kPasses][4] = {};
 #pragma unroll
-    for (int i = 0; i < kUnits; i++) {
-      if (4 * i >= (int)units) break;
-      const uint32_t at = smem_addr(low) + (r * kUpThreads + (q + 4 * i) * kUnit) * 4;
-      float g[kUnit];
-      const uint4 now = ONE ? w[i] : weight(i);
-      if constexpr (FP8) {
-        unpack(make_uint2(now.x, now.y), g), unpack(make_uint2(now.z, now.w), g + 8);
-      } else {
-        unpack(now, g);
-      }
+    for (int c = 0; c < kChunks; c++) {
+      if (!ONE) rows.read(c, lo[c], hi[c]);
 #pragma unroll
-      for (int j = 0; j < kUnit / 4; j++) {
-        const uint4 l = lds128(at + 16 * j);
-        dot[0] = fmaf(g[4 * j], __uint_as_float(l.x), dot[0]), dot[1] = fmaf(g[4 * j + 1], __uint_as_float(l.y), dot[1]);
-        dot[2] = fmaf(g[4 * j + 2], __uint_as_float(l.z), dot[2]), dot[3] = fmaf(g[4 * j + 3], __uint_as_float(l.w), dot[3]);
-      }
+      for (uint32_t j = 0; j < kPasses; j++)
+        if (4 * j < p.r) {
+          const uint4 v = rows.operand(c, operand + (8 * j + g < 2 * p.r ? 8 * j + g : 0) * opitch);
+          multiply_chunk(a[j], b[j], lo[c], hi[c], v);
+        }
     }
-    float sum = (dot[0] + dot[1]) + (dot[2] + dot[3]);
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    float m = __fmul_rn(sigmoid(scale * sum), normed[r * kUpThreads]);
-    m += __shfl_xor_sync(~0u, m, 4);
-    m += __shfl_xor_sync(~0u, m, 8);
-    if (mine && lane % 16 == 0) p.mix[(uint64_t)r * p.h + first + column] = __float2bfloat16_rn(0.25f * m);
+#pragma unroll
+    for (uint32_t j = 0; j < kPasses; j++)
+      if (4 * j + t < MOST) {
+        float* to = &sums[warp % 2][4 * j + t][tile * 16 + g];
+        to[0] = (a[j][0] + b[j][0]) + (a[j][1] + b[j][1]), to[8] = (a[j][2] + b[j][2]) + (a[j][3] + b[j][3]);
+      }
+  }
+  __syncthreads();
+#pragma unroll
+  for (uint32_t j = 0; j < kPasses; j++) {
+    const uint32_t r = of + 4 * j;
+    if (r >= p.r) break;  // whole warps
+    const float sum = mine ? sums[0][r][place] + sums[1][r][place] : 0.0f;
+    const float normed = rsqrtf(fmaf(own_square[j], per_h, kEps)) * own_x[j] * norm;
+    float v = __fmul_rn(sigmoid(scale * sum), normed);
+    v += __shfl_xor_sync(~0u, v, 1);
+    v += __shfl_xor_sync(~0u, v, 2);
+    if (mine && own == 0) p.mix[(uint64_t)r * p.h + first + place / 4] = __float2bfloat16_rn(0.25f * v);
   }
   STAMP(5)
 }
 
-NINFER_KERNEL(hc_up_mix_bf16, HcUpParams, kUpThreads, 2) { up_columns<false, true>(p); }
-NINFER_KERNEL(hc_up_mix_e4m3, HcUpParams, kUpThreads, 2) { up_columns<true, true>(p); }
-NINFER_KERNEL(hc_up_mix_rows_bf16, HcUpParams, kUpThreads, 2) { up_columns<false, false>(p); }
-NINFER_KERNEL(hc_up_mix_rows_e4m3, HcUpParams, kUpThreads, 2) { up_columns<true, false>(p); }
+NINFER_KERNEL(hc_up_mix_bf16, HcUpParams, kUpThreads, 2) { up_columns<false, 1>(p); }
+NINFER_KERNEL(hc_up_mix_e4m3, HcUpParams, kUpThreads, 2) { up_columns<true, 1>(p); }
+NINFER_KERNEL(hc_up_mix_rows_bf16, HcUpParams, kUpThreads, 2) { up_columns<false, 8>(p); }
+NINFER_KERNEL(hc_up_mix_rows_e4m3, HcUpParams, kUpThreads, 2) { up_columns<true, 8>(p); }

@@ -143,6 +143,7 @@ func (s *Set) Global(c *driver.Context, source, name string) (driver.Ptr, uint64
 type Plan struct {
 	Kernel ID
 	Grid   uint32
+	GridY  uint32 // 0 is 1
 	Shared uint32 // dynamic shared memory, bytes
 }
 
@@ -152,7 +153,7 @@ func (k ID) Name() string { return table[k].name }
 // Run launches a plan on a stream. params is the kernel's struct; pdl lets it start before its predecessor has ended.
 func Run[P any](s *Set, c *driver.Context, st driver.Stream, plan Plan, params *P, pdl bool) error {
 	l := driver.Launch{
-		Func: s.funcs[plan.Kernel], Grid: [3]uint32{plan.Grid, 1, 1}, Block: [3]uint32{table[plan.Kernel].threads, 1, 1},
+		Func: s.funcs[plan.Kernel], Grid: [3]uint32{plan.Grid, max(1, plan.GridY), 1}, Block: [3]uint32{table[plan.Kernel].threads, 1, 1},
 		Shared: plan.Shared, PDL: pdl,
 	}
 	err := c.Launch(st, &l, unsafe.Pointer(params), unsafe.Sizeof(*params))

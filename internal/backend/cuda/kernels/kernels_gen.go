@@ -16,7 +16,9 @@ type ID int
 // The kernels.
 const (
 	ExpertGateUp     ID = iota // ExpertUpParams
+	ExpertGateUpRows           // ExpertUpParams
 	ExpertDown                 // ExpertDownParams
+	ExpertDownRows             // ExpertDownParams
 	ExpertRepack               // RepackParams
 	HcDownBf16                 // HcDownParams
 	HcDownE4m3                 // HcDownParams
@@ -34,6 +36,8 @@ const (
 	GemvE4m3W8                 // GemvParams
 	GemvBf16Small              // GemvParams
 	GemvE4m3Small              // GemvParams
+	GemvBf16Shallow            // GemvParams
+	GemvE4m3Shallow            // GemvParams
 	GemvBf16Deep               // GemvParams
 	GemvE4m3Deep               // GemvParams
 	GemvQ4                     // GemvParams
@@ -50,24 +54,28 @@ const (
 
 var table = [kernelCount]kernelInfo{
 	{name: "expert_gate_up", source: "expert", threads: (32 * 11)},
+	{name: "expert_gate_up_rows", source: "expert", threads: (32 * 11)},
 	{name: "expert_down", source: "expert", threads: (32 * (16))},
+	{name: "expert_down_rows", source: "expert", threads: (32 * (16))},
 	{name: "expert_repack", source: "expert", threads: 256},
 	{name: "hc_down_bf16", source: "hyper", threads: (32 * (12))},
 	{name: "hc_down_e4m3", source: "hyper", threads: (32 * (12))},
 	{name: "hc_down_rows_bf16", source: "hyper", threads: (32 * (12))},
 	{name: "hc_down_rows_e4m3", source: "hyper", threads: (32 * (12))},
-	{name: "hc_up_mix_bf16", source: "hyper", threads: (32 * (11))},
-	{name: "hc_up_mix_e4m3", source: "hyper", threads: (32 * (11))},
-	{name: "hc_up_mix_rows_bf16", source: "hyper", threads: (32 * (11))},
-	{name: "hc_up_mix_rows_e4m3", source: "hyper", threads: (32 * (11))},
-	{name: "router_shared_bf16", source: "router", threads: (32 * (20))},
-	{name: "router_shared_e4m3", source: "router", threads: (32 * (20))},
+	{name: "hc_up_mix_bf16", source: "hyper", threads: (384)},
+	{name: "hc_up_mix_e4m3", source: "hyper", threads: (384)},
+	{name: "hc_up_mix_rows_bf16", source: "hyper", threads: (384)},
+	{name: "hc_up_mix_rows_e4m3", source: "hyper", threads: (384)},
+	{name: "router_shared_bf16", source: "router", threads: (512)},
+	{name: "router_shared_e4m3", source: "router", threads: (512)},
 	{name: "gemv_bf16", source: "stream", threads: (320)},
 	{name: "gemv_e4m3", source: "stream", threads: (320)},
 	{name: "gemv_bf16_w8", source: "stream", threads: (256)},
 	{name: "gemv_e4m3_w8", source: "stream", threads: (256)},
 	{name: "gemv_bf16_small", source: "stream", threads: (256)},
 	{name: "gemv_e4m3_small", source: "stream", threads: (256)},
+	{name: "gemv_bf16_shallow", source: "stream", threads: (320)},
+	{name: "gemv_e4m3_shallow", source: "stream", threads: (320)},
 	{name: "gemv_bf16_deep", source: "stream", threads: (320)},
 	{name: "gemv_e4m3_deep", source: "stream", threads: (320)},
 	{name: "gemv_q4", source: "stream", threads: (32*(10) + 32*(2))},

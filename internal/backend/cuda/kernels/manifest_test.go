@@ -108,8 +108,8 @@ func TestPlans(t *testing.T) {
 			check := func(what string, p Plan, err error) {
 				t.Helper()
 				if err != nil {
-					// small shared memory takes fewer rows at a time: the caller loops
-					if name == "H200" || r == 1 {
+					// small shared memory takes fewer rows of long matrices at a time: the caller loops
+					if name == "H200" || r == 1 || !strings.HasPrefix(what, "gdn_out") {
 						t.Errorf("%s %s R %d: %v", name, what, r, err)
 					}
 					return

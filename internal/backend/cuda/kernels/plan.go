@@ -57,14 +57,15 @@ type Tuning struct {
 // Variant is a shape of the streaming kernels' blocks.
 type Variant int
 
-// The variants: 10 warps with 9 KB each on their way, 8 with 12, 10 with 18, which takes an SM for itself, and 8 with 4
-// where shared memory is short. Auto chooses.
+// The variants: 10 warps with 9 KB each on their way, 8 with 12, 10 with 18, which takes an SM for itself, 8 with 4 where shared memory
+// is short, and 10 with 6 where the activations of many rows would leave no room for a second block. Auto chooses.
 const (
 	Auto Variant = iota
 	Ten
 	Eight
 	Deep
 	Small
+	Shallow
 )
 
 var variants = [...]struct {
@@ -76,6 +77,7 @@ var variants = [...]struct {
 	{GemvBf16W8, GemvE4m3W8, 8, 12},
 	{GemvBf16Deep, GemvE4m3Deep, 10, 18},
 	{GemvBf16Small, GemvE4m3Small, 8, 4},
+	{GemvBf16Shallow, GemvE4m3Shallow, 10, 6},
 }
 
 // Gemv plans a streaming launch over parts (at most 8) that share x: r rows (1..8) of k. The first parts are in format f, from index
@@ -131,13 +133,17 @@ func (l Limits) gemv(f Format, r, k uint32, parts []Part, bf16From int, t Tuning
 		}
 		plan.Shared = fixed + p.Stages*stage
 	} else {
-		plan.Shared = 2*v.warps*r*p.Window*4 + r*(2*k+32) + 128 + v.warps*v.depth*1024
+		plan.Shared = 2*v.warps*r*p.Window*4 + r*(2*k+64) + 128 + v.warps*v.depth*1024
 		if plan.Shared > l.SharedPerBlock && t.Variant != Small {
 			if t.Variant == Deep {
 				t.Variant = Ten
 			} else {
 				t.Variant = Small
 			}
+			return l.gemv(f, r, k, parts, bf16From, t, auto)
+		}
+		if auto && t.Variant == Ten && plan.Shared > l.Half() { // as many warps as for fewer rows: the same sums
+			t.Variant = Shallow
 			return l.gemv(f, r, k, parts, bf16From, t, auto)
 		}
 		if auto && plan.Shared > l.Half() {
@@ -178,15 +184,23 @@ func rowsOf(parts []Part) (n uint64) {
 	return n
 }
 
-// Sizes of the kernels that keep their weights where a thread finds them: hyper.cu, router.cu.
+// Sizes of the kernels that keep their weights in shared memory: hyper.cu, router.cu.
 const (
 	maxHidden   = 2560 // H
 	maxRank     = 320
 	downRows    = 10 // rows of a block of hc_down
-	upColumns   = 22 // columns of a block of hc_up_mix
-	upThreads   = 32 * 11
-	routerUnits = 7 // pairs of rows of a block of the router
+	upColumns   = 24 // columns of a block of hc_up_mix
+	routerUnits = 7  // pairs of rows of a block of the router
 )
+
+// weightPitch is the bytes from a row of the router's weights in shared memory to the next, operandPitch the same for a tensor operand.
+func weightPitch(fp8 bool, k uint32) uint32 {
+	if fp8 {
+		return k + 32
+	}
+	return 2*k + 64
+}
+func operandPitch(k uint32) uint32 { return 2*k + 64 }
 
 // HcDown plans the first half of a hyper-connection site. The caller fills the addresses.
 func (l Limits) HcDown(fp8 bool, r, h, low uint32) (Plan, HcDownParams, error) {
@@ -196,9 +210,9 @@ func (l Limits) HcDown(fp8 bool, r, h, low uint32) (Plan, HcDownParams, error) {
 	}
 	p.Groups = min(low, max(l.SMs/4-1, (low+downRows-1)/downRows)) // one block a stream more makes the injection rows
 	rows := (low + p.Groups - 1) / p.Groups
+	p.Trigger = 2
 	plan := Plan{Grid: 4 * (p.Groups + 1)}
 	if fp8 {
-		p.Trigger = 2
 		plan.Kernel, plan.Shared = pick(r, HcDownE4m3, HcDownRowsE4m3), 128+max(rows*h, 4*2*h)
 	} else {
 		plan.Kernel, plan.Shared = pick(r, HcDownBf16, HcDownRowsBf16), 128+max(4, rows)*2*h
@@ -226,7 +240,7 @@ func (l Limits) HcUp(fp8 bool, r, h, low uint32) (Plan, HcUpParams, error) {
 		plan.Kernel, bytes = pick(r, HcUpMixE4m3, HcUpMixRowsE4m3), low
 	}
 	run := (h + plan.Grid - 1) / plan.Grid * bytes
-	plan.Shared = 128 + r*upThreads*8 + 4*((run+127)/128*128+64)
+	plan.Shared = 128 + 4*((run+127)/128*128+64) + 2*r*operandPitch(low)
 	return plan, p, nil
 }
 
@@ -234,11 +248,14 @@ func (l Limits) HcUp(fp8 bool, r, h, low uint32) (Plan, HcUpParams, error) {
 func (l Limits) Router(fp8 bool, r, k, experts, inner uint32) (Plan, RouterParams, error) {
 	p := RouterParams{R: r, K: k, XLd: k, Experts: experts, Inner: inner}
 	units := (experts+1)/2 + inner + 1
-	plan := Plan{Kernel: RouterSharedBf16, Grid: max(l.SMs, (units+routerUnits-1)/routerUnits), Shared: 128 + 2*routerUnits*2*k}
+	plan := Plan{Kernel: RouterSharedBf16, Grid: max(l.SMs, (units+routerUnits-1)/routerUnits)}
+	own := (units + plan.Grid - 1) / plan.Grid
 	if fp8 {
 		// the last block has the shared gate vector in BF16
-		plan = Plan{Kernel: RouterSharedE4m3, Grid: max(l.SMs, (units+routerUnits-2)/routerUnits+1), Shared: 128 + 2*routerUnits*k}
+		plan = Plan{Kernel: RouterSharedE4m3, Grid: max(l.SMs, (units+routerUnits-2)/routerUnits+1)}
+		own = (units + plan.Grid - 3) / (plan.Grid - 1)
 	}
+	plan.Shared = 128 + r*operandPitch(k) + max(2*own*weightPitch(fp8, k), 2*weightPitch(false, k))
 	if r < 1 || r > MaxRows || k == 0 || k%16 != 0 || k > maxHidden || plan.Shared > l.SharedPerBlock {
 		return plan, p, fmt.Errorf("cuda: no router plan for %d rows of %d", r, k)
 	}
@@ -258,6 +275,12 @@ const (
 	downWarps = 16
 	downTiles = 3 // of a block at most
 	downFixed = 688 + downWarps*downTiles*8*4
+
+	// for several rows
+	upRowsFixed    = 1536
+	upRowsSlots    = 6
+	downRowsFixed  = 4624 + (2+MaxRows)*downWarps*downTiles*8*4
+	downRowsHidden = 3 * 512 * 8
 )
 
 // ExpertUp plans the routed first half. k is the hidden width, inner the experts' width; t.Stages is the number of tiles on their way.
@@ -267,11 +290,17 @@ func (l Limits) ExpertUp(r, k, experts, topk, inner uint32, t Tuning) (Plan, Exp
 		p.Slots = min(t.Stages, 8)
 	}
 	items := (topk*inner/8 + l.SMs - 1) / l.SMs
-	grid := r * l.SMs
-	if r > 1 {
-		grid++ // this block counts the distinct experts, if anybody asks
+	tile := k / 128 * pairBytes
+	plan := Plan{Kernel: ExpertGateUp, Grid: l.SMs, Shared: upFixed + max(items*upWarps*256, 64+MaxRows*512) + 128 + p.Slots*tile}
+	if rows := upRowsFixed + r*2*k + max(2*items*upWarps*256, 8*512+64) + 128; r > 1 && rows+2*tile <= l.SharedPerBlock {
+		// a block goes through all rows, with their activations and two rows' sums in shared memory
+		if t.Stages == 0 && tile > 0 {
+			p.Slots = min(upRowsSlots, (l.SharedPerBlock-rows)/tile)
+		}
+		plan.Kernel, plan.Shared = ExpertGateUpRows, rows+p.Slots*tile
+	} else if r > 1 {
+		plan.GridY = r + 1 // one more counts the distinct experts, if anybody asks
 	}
-	plan := Plan{Kernel: ExpertGateUp, Grid: grid, Shared: upFixed + max(items*upWarps*256, 64+MaxRows*512) + 128 + p.Slots*k/128*pairBytes}
 	if r < 1 || r > MaxRows || k == 0 || k%128 != 0 || k/128 > upPairs || inner == 0 || inner%8 != 0 || experts > maxExperts || topk > maxTop || topk == 0 ||
 		topk > experts || plan.Shared > l.SharedPerBlock {
 		return plan, p, fmt.Errorf("cuda: no expert plan for %d rows of %d, top %d of %d", r, k, topk, experts)
@@ -288,8 +317,12 @@ func (l Limits) ExpertDown(r, h, experts, topk, inner uint32, early bool) (Plan,
 	}
 	blocks := max(1, min(l.SMs, h/8))
 	tiles := (h/8 + blocks - 1) / blocks
-	plan := Plan{Kernel: ExpertDown, Grid: r * blocks}
+	plan := Plan{Kernel: ExpertDown, Grid: blocks, GridY: r}
 	plan.Shared = downFixed + topk*inner*2 + 128 + tiles*8*(2*inner+64) + topk*tiles*inner/128*halfBytes
+	// a block goes through all rows, two rows' operands in shared memory
+	if shared := plan.Shared + downRowsFixed - downFixed + topk*inner*2; r > 1 && shared <= l.SharedPerBlock && topk*inner <= downRowsHidden {
+		plan = Plan{Kernel: ExpertDownRows, Grid: blocks, Shared: shared}
+	}
 	if r < 1 || r > MaxRows || h == 0 || h%16 != 0 || inner == 0 || inner%128 != 0 || experts > maxExperts || topk > maxTop || topk == 0 || topk > experts ||
 		tiles > downTiles || tiles*inner/128 > 2*downWarps || plan.Shared > l.SharedPerBlock {
 		return plan, p, fmt.Errorf("cuda: no expert plan for %d rows of %d, top %d of %d", r, h, topk, experts)

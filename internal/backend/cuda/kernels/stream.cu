@@ -115,7 +115,8 @@ template <int F, int kWarps, int kDepth>
 NINFER_DEVICE void run_slab(const GemvParams& p, uint32_t part0, uint32_t part1, uint32_t block, uint32_t blocks) {
   constexpr int chunk = Format<F>::chunk, ks = Format<F>::ks;
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const uint32_t row_bytes = p.k / ks * chunk, x_pitch = p.k * 2 + 32;
+  // two rows' loads of activations share no bank: a lane takes 32 bytes of each in E4M3, else 16
+  const uint32_t row_bytes = p.k / ks * chunk, x_pitch = p.k * 2 + (F == FORMAT_E4M3 ? 16 : 64);
   const uint32_t window = p.window;  // rows whose partial sums are kept before they are added up
 
   // shared memory: partial sums [2][warp][column][window row], activations [R][x_pitch], FIFO [warp][depth][2][lane][16]
@@ -570,6 +571,15 @@ NINFER_KERNEL(gemv_e4m3_small, GemvParams, kThreads8, 2) {
     run_slab<FORMAT_E4M3, 8, 4>(p, 0, p.first_parts, blockIdx.x, p.first_blocks);
   else
     run_slab<FORMAT_BF16, 8, 4>(p, p.first_parts, p.parts, blockIdx.x - p.first_blocks, gridDim.x - p.first_blocks);
+}
+
+NINFER_KERNEL(gemv_bf16_shallow, GemvParams, kThreads10, 2) { run_slab<FORMAT_BF16, 10, 6>(p, 0, p.parts, blockIdx.x, gridDim.x); }
+
+NINFER_KERNEL(gemv_e4m3_shallow, GemvParams, kThreads10, 2) {
+  if (blockIdx.x < p.first_blocks)
+    run_slab<FORMAT_E4M3, 10, 6>(p, 0, p.first_parts, blockIdx.x, p.first_blocks);
+  else
+    run_slab<FORMAT_BF16, 10, 6>(p, p.first_parts, p.parts, blockIdx.x - p.first_blocks, gridDim.x - p.first_blocks);
 }
 
 NINFER_KERNEL(gemv_bf16_deep, GemvParams, kThreads10, 1) { run_slab<FORMAT_BF16, 10, 18>(p, 0, p.parts, blockIdx.x, gridDim.x); }
