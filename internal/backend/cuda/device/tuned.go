@@ -118,18 +118,25 @@ func (p *pass) project(x, squares driver.Ptr, dim int, eps float64, ld, rows int
 	if d.opt.Plain || !projects(d, ld, parts) {
 		return false, nil
 	}
-	e4m3 := plain.Format(parts[0].M.Format) != plain.BF16
+	e4m3, most, n := plain.Format(parts[0].M.Format) != plain.BF16, projectRows(d, ld, parts), rowsOf(parts)
 	q := plain.ProjectParams{XLd: uint32(ld), K: uint32(ld), Dim: uint32(dim), Parts: uint32(len(parts)), Eps: float32(eps), Shift: shift}
-	kernel := plain.ProjectBf16
-	if e4m3 {
-		kernel = plain.ProjectE4m3
-	}
 	width := 4
 	if squares != 0 {
 		width = 2
 	}
-	for r := 0; r < rows; r += plain.ProjectRows {
-		q.R, q.X = uint32(min(plain.ProjectRows, rows-r)), x+driver.Ptr(r*ld*width)
+	for r := 0; r < rows; r += most {
+		q.R, q.X = uint32(min(most, rows-r)), x+driver.Ptr(r*ld*width)
+		kernel := plain.ProjectBf16Deep
+		if e4m3 {
+			kernel = plain.ProjectE4m3Deep
+		}
+		shared := plain.ProjectShared(e4m3, plain.ProjectDeep, int(q.R), ld, n, d.owner.Device().SMs)
+		if shared > d.owner.Device().SharedPerBlock {
+			if kernel = plain.ProjectBf16; e4m3 {
+				kernel = plain.ProjectE4m3
+			}
+			shared = plain.ProjectShared(e4m3, plain.ProjectShallow, int(q.R), ld, n, d.owner.Device().SMs)
+		}
 		if squares != 0 {
 			q.Squares = squares + driver.Ptr(r*(ld/dim)*16)
 		}
@@ -140,12 +147,31 @@ func (p *pass) project(x, squares driver.Ptr, dim int, eps float64, ld, rows int
 				q.Part[i].ScaleF32 = 1
 			}
 		}
-		if err := start(p, kernel, d.owner.Device().SMs, 1, 1, uint32(plain.ProjectShared(e4m3, int(q.R), ld)), &q); err != nil {
+		if err := start(p, kernel, d.owner.Device().SMs, 1, 1, uint32(shared), &q); err != nil {
 			return false, err
 		}
 		q.Shift.Count = 0 // once
 	}
 	return true, nil
+}
+
+// projectRows is how many rows of k a Project kernel takes at once; 0 if it has not the room for one.
+func projectRows(d *Device, k int, parts []plain.Part) int {
+	e4m3, most := plain.Format(parts[0].M.Format) != plain.BF16, plain.ProjectRows
+	if !e4m3 { // of which there are two parts
+		most /= 2
+	}
+	for most > 0 && plain.ProjectShared(e4m3, plain.ProjectShallow, most, k, rowsOf(parts), d.owner.Device().SMs) > d.owner.Device().SharedPerBlock {
+		most--
+	}
+	return most
+}
+
+func rowsOf(parts []plain.Part) (n int) {
+	for _, q := range parts {
+		n += int(q.M.Rows)
+	}
+	return n
 }
 
 // projects says whether the Project kernels take the parts: one format, whole rows of k, BF16 results.
@@ -168,7 +194,7 @@ func projects(d *Device, k int, parts []plain.Part) bool {
 			return false
 		}
 	}
-	return plain.ProjectShared(f == 2, plain.ProjectRows, k) <= d.owner.Device().SharedPerBlock
+	return projectRows(d, k, parts) > 0
 }
 
 // tunedMix prepares a hyper-connection site on the tuned kernels; nil if they do not take it. The streams move to another buffer.

@@ -65,16 +65,28 @@ const (
 // LikelyIDs is how many ids Likely finds.
 const LikelyIDs = 128
 
-// ProjectRows is how many activation rows a Project kernel takes.
-const ProjectRows = 4
+// ProjectRows is how many activation rows a Project kernel takes at most.
+const ProjectRows = 8
 
-// ProjectShared is the shared memory of a Project kernel's block for r rows of k.
-func ProjectShared(e4m3 bool, r, k int) int {
-	operands, depth := 2, 12
+// ProjectDeep and ProjectShallow are how many runs of 64 bytes of a tile's rows the Project kernels have on their way, a warp.
+const (
+	ProjectDeep    = 24
+	ProjectShallow = 16
+)
+
+// ProjectShared is the shared memory of a Project kernel's block, one of so many that share n weight rows of k, for r activation rows.
+func ProjectShared(e4m3 bool, depth, r, k, n, blocks int) int {
+	operands := 2
 	if e4m3 {
-		operands, depth = 1, 18
+		operands = 1
 	}
-	return 1024*r + operands*r*(2*k+32) + 128 + 8*depth*1024
+	tile := 0 // of the block with the largest
+	for _, rows := range []int{n / blocks, (n + blocks - 1) / blocks} {
+		if tiles := (rows + 15) / 16; tiles > 0 {
+			tile = max(tile, (rows+tiles-1)/tiles)
+		}
+	}
+	return 1024*r + operands*r*(2*k+32) + 128 + 8*depth*64*tile
 }
 
 // MaxRows is how many activation rows Gemv and HcUp take.
@@ -112,7 +124,7 @@ func LoadFrom(c *driver.Context, code fs.FS) (*Set, error) {
 			return nil, fmt.Errorf("cuda: kernel %s: %w", k.name, err)
 		}
 		s.funcs[i] = f
-		if !slices.Contains([]ID{Delta, ProjectBf16, ProjectE4m3}, ID(i)) {
+		if !slices.Contains([]ID{Delta, ProjectBf16, ProjectBf16Deep, ProjectE4m3, ProjectE4m3Deep}, ID(i)) {
 			continue
 		}
 		info, err := c.Info(f)

@@ -15,40 +15,42 @@ type ID int
 
 // The kernels.
 const (
-	ScoreKeys      ID = iota // ScoreParams
-	SelectBlocks             // SelectParams
-	AttendGroup              // AttendGroupParams
-	AttendGroupFp8           // AttendGroupParams
-	MergeGroup               // MergeGroupParams
-	Conv                     // ConvParams
-	Delta                    // DeltaParams
-	DeltaQuarters            // DeltaParams
-	Prep                     // PrepParams
-	Score                    // ScoreParams
-	Attend                   // AttendParams
-	Merge                    // MergeParams
-	Route                    // RouteParams
-	Likely                   // LikelyParams
-	Gemv                     // GemvParams
-	HcUp                     // HcUpParams
-	ExpertUp                 // ExpertUpParams
-	ExpertDown               // ExpertDownParams
-	Pick                     // PickParams
-	ProjectBf16              // ProjectParams
-	ProjectE4m3              // ProjectParams
-	Begin                    // BeginParams
-	Embed                    // EmbedParams
-	Inject                   // InjectParams
-	StemNorm                 // StemParams
-	StemAdd                  // StemAddParams
-	Carry                    // CarryParams
-	Table                    // TableParams
-	PleGate                  // PleGateParams
-	PleGateWide              // PleGateParams
-	Gather                   // GatherParams
-	Words                    // WordsParams
-	Report                   // ReportParams
-	Sizes                    // SizesParams
+	ScoreKeys       ID = iota // ScoreParams
+	SelectBlocks              // SelectParams
+	AttendGroup               // AttendGroupParams
+	AttendGroupFp8            // AttendGroupParams
+	MergeGroup                // MergeGroupParams
+	Conv                      // ConvParams
+	Delta                     // DeltaParams
+	DeltaQuarters             // DeltaParams
+	Prep                      // PrepParams
+	Score                     // ScoreParams
+	Attend                    // AttendParams
+	Merge                     // MergeParams
+	Route                     // RouteParams
+	Likely                    // LikelyParams
+	Gemv                      // GemvParams
+	HcUp                      // HcUpParams
+	ExpertUp                  // ExpertUpParams
+	ExpertDown                // ExpertDownParams
+	Pick                      // PickParams
+	ProjectBf16               // ProjectParams
+	ProjectE4m3               // ProjectParams
+	ProjectBf16Deep           // ProjectParams
+	ProjectE4m3Deep           // ProjectParams
+	Begin                     // BeginParams
+	Embed                     // EmbedParams
+	Inject                    // InjectParams
+	StemNorm                  // StemParams
+	StemAdd                   // StemAddParams
+	Carry                     // CarryParams
+	Table                     // TableParams
+	PleGate                   // PleGateParams
+	PleGateWide               // PleGateParams
+	Gather                    // GatherParams
+	Words                     // WordsParams
+	Report                    // ReportParams
+	Sizes                     // SizesParams
 	kernelCount
 )
 
@@ -74,6 +76,8 @@ var table = [kernelCount]kernelInfo{
 	{name: "pick", source: "matrix", threads: 1024},
 	{name: "project_bf16", source: "project", threads: (256)},
 	{name: "project_e4m3", source: "project", threads: (256)},
+	{name: "project_bf16_deep", source: "project", threads: (256)},
+	{name: "project_e4m3_deep", source: "project", threads: (256)},
 	{name: "begin", source: "streams", threads: 256},
 	{name: "embed", source: "streams", threads: 256},
 	{name: "inject", source: "streams", threads: 256},

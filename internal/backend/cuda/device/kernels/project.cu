@@ -1,4 +1,4 @@
-// Streaming products with operands of more than BF16's precision: out[r][n] = sum_k W[n][k] x[r][k], r = 1..4.
+// Streaming products with operands of more than BF16's precision: out[r][n] = sum_k W[n][k] x[r][k], r = 1..4, or 8 with W in E4M3.
 //
 //   project_bf16   W in BF16; x becomes a BF16 part and what that leaves, also in BF16: two tensor instructions a chunk.
 //   project_e4m3   W in E4M3 with a scale a row; x becomes FP16, each warp's share scaled by a power of two.
@@ -83,22 +83,21 @@ DEVICE void bring_forward(const Shift& s) {
   }
 }
 
-template <bool F8>
+template <bool F8, int kDepth>
 DEVICE void project(const ProjectParams& p) {
   constexpr int W = kProject / 32;
-  constexpr int kDepth = F8 ? 18 : 12;  // KB on their way a warp: two parts of a BF16 operand leave less room
   constexpr uint32_t ks = F8 ? 64 : 32;  // k positions of a chunk: 64 bytes of a row
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const uint32_t row_bytes = F8 ? p.k : 2 * p.k, pitch = 2 * p.k + 32;
-  // shared memory: sums [2][warp][r][16], operand [r][pitch] (and again what it leaves), copies [warp][kDepth][2][lane][16]
+  // shared memory: sums [2][warp][r][16], operand [r][pitch] (and again what it leaves), copies [warp][kDepth][row of a tile][64]
   float* sums = (float*)room;
   const uint32_t xs = shared_at(room) + 2 * W * p.r * 64, rest = xs + p.r * pitch;
-  const uint32_t fifo = ((xs + (F8 ? 1 : 2) * p.r * pitch + 127) & ~127u) + warp * (kDepth * 1024) + lane * 16;
-
   uint32_t total = 0;
   for (uint32_t i = 0; i < p.parts; i++) total += p.part[i].rows;
   const uint32_t begin = cut(total, gridDim.x, blockIdx.x), end = cut(total, gridDim.x, blockIdx.x + 1);
   const uint32_t tiles = (end - begin + 15) / 16, tile = tiles ? (end - begin + tiles - 1) / tiles : 0;
+  const uint32_t stride = tile * 64, ring = ((xs + (F8 ? 1 : 2) * p.r * pitch + 127) & ~127u) + warp * (kDepth * stride);
+  const uint32_t at0 = ring + (g < tile ? g * 64 : 0) + t * 16, at1 = g + 8 < tile ? at0 + 512 : at0;  // a row beyond the tile is any row
   const uint32_t all = p.k / ks, chunk0 = cut(all, W, warp), chunks = cut(all, W, warp + 1) - chunk0;
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -119,9 +118,9 @@ DEVICE void project(const ProjectParams& p) {
       src0 = row_at(first + g, live && first + g < stop), src1 = row_at(first + g + 8, live && first + g + 8 < stop);
       ahead_chunk = 0, ahead_tile++;
     }
-    const uint32_t dst = fifo + ahead_slot * 1024;
-    if (src0) asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src0 + ahead_chunk * 64), "l"(policy) : "memory");
-    if (src1) asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(dst + 512), "l"(src1 + ahead_chunk * 64), "l"(policy) : "memory");
+    const uint32_t shift = ahead_slot * stride;
+    if (src0) asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(at0 + shift), "l"(src0 + ahead_chunk * 64), "l"(policy) : "memory");
+    if (src1) asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(at1 + shift), "l"(src1 + ahead_chunk * 64), "l"(policy) : "memory");
     asm volatile("cp.async.commit_group;" ::: "memory");
     ahead_chunk++;
     if (++ahead_slot == kDepth) ahead_slot = 0;
@@ -130,65 +129,89 @@ DEVICE void project(const ProjectParams& p) {
     for (int i = 0; i < kDepth; i++) copy_next();
 
   pdl_wait();
-  if (p.shift.count) bring_forward(p.shift);
 
   // The warp's own share of the operand, which nobody else reads.
   float undo[2] = {1.0f, 1.0f};
   const uint32_t units = chunks * ks / 8, k0 = chunk0 * ks;
-  for (uint32_t r = 0; r < p.r; r++) {
-    auto get = [&](uint32_t u, float* v) {
-      const uint32_t k = k0 + u * 8;
-      float factor = 1.0f;
-      if (p.squares) {
-        const float4 s = __ldcg((const float4*)p.squares + (uint64_t)r * (p.k / p.dim) + k / p.dim);
-        factor = 1.0f / sqrtf((s.x + s.y + s.z + s.w) / p.dim + p.eps);
-      }
-      operand8(p, r, k, factor, v);
-    };
+  auto scale_of = [&](uint32_t r, float most) {  // a power of two for a row whose largest magnitude in this lane is most
+    const int shift = max(-100, min(100, 141 - (int)(__reduce_max_sync(~0u, __float_as_uint(most)) >> 23)));
+    const float back = __uint_as_float((uint32_t)(127 - shift) << 23);
+    if (r == 2 * t) undo[0] = back;
+    if (r == 2 * t + 1) undo[1] = back;
+    return __uint_as_float((uint32_t)(127 + shift) << 23);
+  };
+  auto put = [&](uint32_t r, uint32_t u, const float* v, float scale) {
+    const uint32_t to = r * pitch + k0 * 2 + u * 16;
     if (F8) {
-      float v[3][8], most = 0.0f;
-      float scale = 1.0f;
-      const bool kept = units <= 96;
+      shared_store(xs + to, make_uint4(two_f16(v[0] * scale, v[1] * scale), two_f16(v[2] * scale, v[3] * scale), two_f16(v[4] * scale, v[5] * scale),
+                                       two_f16(v[6] * scale, v[7] * scale)));
+      return;
+    }
+    const uint4 h = make_uint4(two_bf16(v[0], v[1]), two_bf16(v[2], v[3]), two_bf16(v[4], v[5]), two_bf16(v[6], v[7]));
+    shared_store(xs + to, h);
+    shared_store(rest + to, make_uint4(two_bf16(v[0] - lo(h.x), v[1] - hi(h.x)), two_bf16(v[2] - lo(h.y), v[3] - hi(h.y)),
+                                       two_bf16(v[4] - lo(h.z), v[5] - hi(h.z)), two_bf16(v[6] - lo(h.w), v[7] - hi(h.w))));
+  };
+  if (p.squares && units <= 96) {
+    // Three units a lane, a row ahead of the work.
+    uint4 next[3];
+    float4 squares[3];
+    auto ask = [&](uint32_t r) {
 #pragma unroll
       for (int j = 0; j < 3; j++)
-        if (kept && lane + 32 * j < units) {
-          get(lane + 32 * j, v[j]);
-#pragma unroll
-          for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(v[j][i]));
+        if (lane + 32 * j < units) {
+          const uint32_t k = k0 + (lane + 32 * j) * 8;
+          next[j] = __ldcg((const uint4*)((const bf16*)p.x + (uint64_t)r * p.x_ld + k));
+          squares[j] = __ldcg((const float4*)p.squares + (uint64_t)r * (p.k / p.dim) + k / p.dim);
         }
-      if (!kept)
-        for (uint32_t u = lane; u < units; u += 32) {
-          get(u, v[0]);
+    };
+    ask(0);
+    if (p.shift.count) bring_forward(p.shift);
+    for (uint32_t r = 0; r < p.r; r++) {
+      float v[3][8], most = 0.0f, scale = 1.0f;
 #pragma unroll
-          for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(v[0][i]));
+      for (int j = 0; j < 3; j++)
+        if (lane + 32 * j < units) {
+          const float factor = 1.0f / sqrtf((squares[j].x + squares[j].y + squares[j].z + squares[j].w) / p.dim + p.eps);
+          const uint32_t w[4] = {next[j].x, next[j].y, next[j].z, next[j].w};
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            v[j][2 * i] = lo(w[i]) * factor, v[j][2 * i + 1] = hi(w[i]) * factor;
+            most = fmaxf(most, fmaxf(fabsf(v[j][2 * i]), fabsf(v[j][2 * i + 1])));
+          }
         }
-      const uint32_t top = __reduce_max_sync(~0u, __float_as_uint(most)) >> 23;  // exponent of the largest magnitude
-      const int shift = max(-100, min(100, 141 - (int)top));
-      scale = __uint_as_float((uint32_t)(127 + shift) << 23);
-      if (r == 2 * t) undo[0] = __uint_as_float((uint32_t)(127 - shift) << 23);
-      if (r == 2 * t + 1) undo[1] = __uint_as_float((uint32_t)(127 - shift) << 23);
-      auto put = [&](uint32_t u, const float* w) {
-        shared_store(xs + r * pitch + k0 * 2 + u * 16, make_uint4(two_f16(w[0] * scale, w[1] * scale), two_f16(w[2] * scale, w[3] * scale),
-                                                                  two_f16(w[4] * scale, w[5] * scale), two_f16(w[6] * scale, w[7] * scale)));
+      if (r + 1 < p.r) ask(r + 1);
+      if (F8) scale = scale_of(r, most);
+#pragma unroll
+      for (int j = 0; j < 3; j++)
+        if (lane + 32 * j < units) put(r, lane + 32 * j, v[j], scale);
+    }
+  } else {
+    if (p.shift.count) bring_forward(p.shift);
+    for (uint32_t r = 0; r < p.r; r++) {
+      auto get = [&](uint32_t u, float* v) {
+        const uint32_t k = k0 + u * 8;
+        float factor = 1.0f;
+        if (p.squares) {
+          const float4 s = __ldcg((const float4*)p.squares + (uint64_t)r * (p.k / p.dim) + k / p.dim);
+          factor = 1.0f / sqrtf((s.x + s.y + s.z + s.w) / p.dim + p.eps);
+        }
+        operand8(p, r, k, factor, v);
       };
-#pragma unroll
-      for (int j = 0; j < 3; j++)
-        if (kept && lane + 32 * j < units) put(lane + 32 * j, v[j]);
-      if (!kept)
+      float most = 0.0f, scale = 1.0f, v[8];
+      if (F8) {
+#pragma unroll 3
         for (uint32_t u = lane; u < units; u += 32) {
-          get(u, v[0]);
-          put(u, v[0]);
+          get(u, v);
+#pragma unroll
+          for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(v[i]));
         }
-    } else {
+        scale = scale_of(r, most);
+      }
 #pragma unroll 3
       for (uint32_t u = lane; u < units; u += 32) {
-        float v[8], w[8];
         get(u, v);
-        const uint4 h = make_uint4(two_bf16(v[0], v[1]), two_bf16(v[2], v[3]), two_bf16(v[4], v[5]), two_bf16(v[6], v[7]));
-        w[0] = v[0] - lo(h.x), w[1] = v[1] - hi(h.x), w[2] = v[2] - lo(h.y), w[3] = v[3] - hi(h.y);
-        w[4] = v[4] - lo(h.z), w[5] = v[5] - hi(h.z), w[6] = v[6] - lo(h.w), w[7] = v[7] - hi(h.w);
-        shared_store(xs + r * pitch + k0 * 2 + u * 16, h);
-        shared_store(rest + r * pitch + k0 * 2 + u * 16, make_uint4(two_bf16(w[0], w[1]), two_bf16(w[2], w[3]), two_bf16(w[4], w[5]), two_bf16(w[6], w[7])));
+        put(r, u, v, scale);
       }
     }
   }
@@ -203,7 +226,7 @@ DEVICE void project(const ProjectParams& p) {
 #pragma unroll 4
     for (uint32_t c = 0; c < chunks; c++) {
       asm volatile("cp.async.wait_group %0;" ::"n"(kDepth - 1) : "memory");
-      const uint4 u = shared_load(fifo + slot * 1024), v = shared_load(fifo + slot * 1024 + 512);
+      const uint4 u = shared_load(at0 + slot * stride), v = shared_load(at1 + slot * stride);
       uint4 x0 = make_uint4(0, 0, 0, 0), x1 = x0;
       if (live) x0 = shared_load(xs + at_x), x1 = shared_load(F8 ? xs + at_x + 16 : rest + at_x);
       copy_next();
@@ -248,5 +271,7 @@ DEVICE void project(const ProjectParams& p) {
   }
 }
 
-NINFER_KERNEL(project_bf16, ProjectParams, kProject, 1) { project<false>(p); }
-NINFER_KERNEL(project_e4m3, ProjectParams, kProject, 1) { project<true>(p); }
+NINFER_KERNEL(project_bf16, ProjectParams, kProject, 1) { project<false, 16>(p); }
+NINFER_KERNEL(project_e4m3, ProjectParams, kProject, 1) { project<true, 16>(p); }
+NINFER_KERNEL(project_bf16_deep, ProjectParams, kProject, 1) { project<false, 24>(p); }
+NINFER_KERNEL(project_e4m3_deep, ProjectParams, kProject, 1) { project<true, 24>(p); }
