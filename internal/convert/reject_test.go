@@ -479,6 +479,48 @@ func TestWriteError(t *testing.T) {
 	}
 }
 
+// TestSourceShrinks: files of the checkpoint lose their ends while it is converted, before one object and then another.
+func TestSourceShrinks(t *testing.T) {
+	t.Parallel()
+	for _, o := range []Options{
+		{Profile: "radixark"},
+		{Profile: "swift", PLEFormat: "fp8_e4m3fn", ProjectionFormat: "fp8_e4m3fn_row_bf16", MTPExpertFormat: "nvfp4"},
+		{Profile: "mixed"},
+	} {
+		v := variant(t, o)
+		model, ple := sources(t, v.Profile)
+		for n := 3; n < 160; n += 31 {
+			o.Model, o.workers, o.chunk = converttest.Clone(t, model), 1, 4096
+			o.Out = filepath.Join(t.TempDir(), v.OutputName())
+			if ple != "" {
+				o.PLE = converttest.Clone(t, ple)
+			}
+			seen := map[string]bool{}
+			o.fault = func(object string, _ int64) error {
+				if seen[object] = true; len(seen) != n {
+					return nil
+				}
+				for _, dir := range []string{o.Model, o.PLE} {
+					files, err := filepath.Glob(filepath.Join(dir, "*.safetensors"))
+					if err != nil {
+						return err
+					}
+					for _, name := range files {
+						if err := os.Truncate(name, 10_000); err != nil {
+							return err
+						}
+					}
+				}
+				return nil
+			}
+			refuse(t, o, Source, "safetensors")
+			if len(seen) < n {
+				t.Fatalf("%s: ended at object %d, before anything was cut off", v.OutputName(), len(seen))
+			}
+		}
+	}
+}
+
 // TestCancel: a context that ends stops the work and leaves nothing.
 func TestCancel(t *testing.T) {
 	for _, after := range []int{0, 1, 50} {
