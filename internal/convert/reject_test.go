@@ -303,6 +303,16 @@ func TestResources(t *testing.T) {
 		t.Fatal(err)
 	}
 	refuse(t, Options{Model: dir}, Source, "tokenizer")
+
+	// The official config with a tokenizer that is too small for its proposal head.
+	dir = converttest.Clone(t, micro)
+	config := filepath.Join(dir, "config.json")
+	if err := os.WriteFile(config, read(t, "../arch/official.json"), 0o666); err != nil {
+		t.Fatal(err)
+	}
+	editJSON(t, config, `{"quant_method": "modelopt", "quant_algo": "NVFP4"}`, "quantization_config")
+	editJSON(t, config, `"float8_e4m3fn"`, "text_config", "ple_embedding_dtype")
+	refuse(t, Options{Model: dir}, Source, "480 ids", "too few")
 }
 
 const layer0 = "model.language_model.layers.0."
