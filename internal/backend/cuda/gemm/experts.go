@@ -34,7 +34,8 @@ type Mixture struct {
 	Normalize                    bool // divide the chosen weights by their sum
 }
 
-func (m Mixture) check() error {
+// Fits says whether there are kernels for the mixture.
+func (m Mixture) Fits() error {
 	fits := func(b Bank, n, k int, up bool) bool {
 		switch b.Layout {
 		case Tiles16:
@@ -71,7 +72,7 @@ func (m Mixture) Bytes(rows int) uint64 {
 // Route chooses experts: of each of rows rows of logits (FP32 [rows][Experts]) the TopK largest, of equal ones the lower id, as chosen (uint32
 // [rows][TopK], largest first), and their weights (FP32 likewise).
 func (s *Set) Route(c *driver.Context, st driver.Stream, m Mixture, logits driver.Ptr, rows int, chosen, weight driver.Ptr) error {
-	if err := m.check(); err != nil {
+	if err := m.Fits(); err != nil {
 		return err
 	}
 	q := kernels.RouteParams{Logits: logits, Chosen: chosen, Weight: weight, M: uint32(rows), Experts: uint32(m.Experts), Topk: uint32(m.TopK)}
@@ -84,7 +85,7 @@ func (s *Set) Route(c *driver.Context, st driver.Stream, m Mixture, logits drive
 // Experts computes out[r] = sum over ranks of weight * expert(x[r]) + sigmoid(sharedLogit[r]) * shared[r], BF16 [rows][Hidden]. x is BF16
 // [rows][Hidden]; chosen and weight are Route's, whose experts differ within a row; shared is FP32 [rows][Hidden] with sharedLogit FP32 [rows], or both 0.
 func (s *Set) Experts(c *driver.Context, st driver.Stream, m Mixture, x driver.Ptr, rows int, chosen, weight, shared, sharedLogit, out driver.Ptr, ws Workspace) error {
-	if err := m.check(); err != nil {
+	if err := m.Fits(); err != nil {
 		return err
 	}
 	if rows < 1 || uint64(rows)*uint64(max(m.Hidden, m.TopK*m.Inter)) >= 1<<32-1 {

@@ -121,7 +121,7 @@ func TestPlans(t *testing.T) {
 		{Experts: 8, TopK: 2, Hidden: 128, Inter: 128, GateUp: Bank{Layout: Tiles8}},
 	} {
 		m.GateUp.Divisors, m.Down.Divisors = 16, 16
-		if m.check() == nil {
+		if m.Fits() == nil {
 			t.Errorf("%+v: no error", m)
 		}
 	}
