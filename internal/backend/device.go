@@ -40,6 +40,8 @@ type LaneRows struct {
 	// device remembers where the carried rows stood, and a chained draft stands one further.
 	Positions [][3]int32
 	Want      Want
+	// Ahead, of a prompt, are tokens that are likely to come in the lane's next pass: a device may fetch for them what it will need.
+	Ahead []int32
 	// Chain starts a Draft pass from the previous draft's streams instead of the carried rows.
 	Chain bool
 	// Media replaces the embeddings of rows: Media[i] is nil or H values.
@@ -141,4 +143,11 @@ type Device interface {
 	// Lengths tells an image's committed lengths.
 	Lengths(Image) Lengths
 	Close() error
+}
+
+// Chainer is a device that drafts several tokens without the host in between.
+type Chainer interface {
+	// Chain queues a Draft step whose lanes want the pick of their last row, and then so many passes of a row a lane, each of which takes the
+	// pick of the one before. Wait gives a lane's picks in order, one of each pass.
+	Chain(s Step, c *Control, more int) (Seq, error)
 }

@@ -13,17 +13,13 @@ import (
 	"ninfer/internal/server"
 )
 
-// gpuChunk is the most prompt rows of a pass on the GPU, which has no kernels for prompts yet: more rows gain nothing there, and each
-// takes room.
-const gpuChunk = 128
-
 // open returns a device, which on a GPU with --kv-capacity auto has yet to be given its pool, and the most rows of a prompt's pass on it: lanes with room for the context, a round's rows, and a prompt's chunk
 // waiting for the drafter. Without --device it is the GPU if there is one.
 func (f *modelFlags) open(e *environment, m *model.Model, lanes int) (backend.Device, int, error) {
 	if f.Device != "cpu" {
-		chunk := min(f.chunk(), gpuChunk)
+		chunk := f.chunk()
 		d, err := device.Open(device.Options{
-			States: m.States, Lanes: lanes, Tokens: f.MaxContext, Verify: f.round(), Carry: chunk + f.round(), Ordinal: f.ordinal(), NoGraph: f.NoCUDAGraph,
+			States: m.States, Lanes: lanes, Tokens: f.MaxContext, Verify: f.round(), Carry: f.carry(), Ordinal: f.ordinal(), NoGraph: f.NoCUDAGraph,
 			Made: f.made, KV: f.cache(), BF16State: f.GDNStateDtype == "bf16", Reserve: uint64(f.reserve), Pages: device.Unstocked,
 			Loaded: f.loading(e, time.Now),
 		})
@@ -34,7 +30,7 @@ func (f *modelFlags) open(e *environment, m *model.Model, lanes int) (backend.De
 					return nil, 0, err
 				}
 			}
-			f.milestone(e, "running on %s: prompts go through the kernels of decoding, which is slow", d.Name())
+			f.milestone(e, "running on %s", d.Name())
 			return d, chunk, nil
 		}
 		if f.Device != "" || !device.Absent(err) {

@@ -110,6 +110,9 @@ func (f *modelFlags) engine(e *environment, m *model.Model, lanes, pending int) 
 		dev.Close()
 		return nil, nil, err
 	}
+	if d, ok := dev.(*device.Device); ok && d.Library() != "" {
+		f.milestone(e, "prompts on the GPU: %s", d.Library())
+	}
 	if d, ok := dev.(*device.Device); ok && f.pages() == 0 {
 		if err := f.stock(d, lanes); err != nil {
 			dev.Close()

@@ -2,6 +2,7 @@ package engine
 
 import (
 	"errors"
+	"math"
 	"slices"
 	"sync"
 
@@ -65,7 +66,7 @@ func acceptAll(gs []*generation, res backend.Result, drafts [][]int32) ([][]int3
 }
 
 // draft returns each generation's drafts: the first of all in one pass, together with the rows that the drafter has not seen, and
-// then a pass for each further one. Lanes that want none only catch up.
+// then a pass for each further one; as many as all lanes want come in one go. Lanes that want none only catch up.
 func draft(r *model.Runner, gs []*generation) ([][]int32, error) {
 	drafts := make([][]int32, len(gs))
 	if !r.Model.Options.Drafter {
@@ -74,9 +75,10 @@ func draft(r *model.Runner, gs []*generation) ([][]int32, error) {
 		}
 		return drafts, nil
 	}
-	for depth := 0; ; depth++ {
+	for depth := 0; ; {
 		var c, seed backend.Control
 		var lanes []int
+		passes := math.MaxInt
 		for i, g := range gs {
 			rows := backend.LaneRows{Lane: g.lane, Want: backend.WantLast, Chain: depth > 0}
 			switch {
@@ -96,6 +98,7 @@ func draft(r *model.Runner, gs []*generation) ([][]int32, error) {
 			}
 			c.Lanes = append(c.Lanes, rows)
 			lanes = append(lanes, i)
+			passes = min(passes, g.drafts-depth)
 		}
 		if len(seed.Lanes) > 0 {
 			if _, err := r.Launch(backend.Seed, &seed); err != nil {
@@ -105,13 +108,14 @@ func draft(r *model.Runner, gs []*generation) ([][]int32, error) {
 		if len(lanes) == 0 {
 			return drafts, nil
 		}
-		res, err := r.Launch(backend.Draft, &c)
+		picks, err := r.Drafts(&c, passes-1)
 		if err != nil {
 			return nil, err
 		}
 		for j, i := range lanes {
-			drafts[i] = append(drafts[i], res.Lanes[j].Picks[0])
+			drafts[i] = append(drafts[i], picks[j]...)
 		}
+		depth += passes
 	}
 }
 

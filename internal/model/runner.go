@@ -57,6 +57,53 @@ func (r *Runner) Launch(kind backend.Kind, c *backend.Control) (backend.Result, 
 	return r.Dev.Wait(seq)
 }
 
+// Drafts runs a first draft pass whose lanes want their last row's pick and so many further ones, each from the drafts of the one before: on a
+// device that can all at once. Each lane's picks are in order.
+func (r *Runner) Drafts(c *backend.Control, more int) ([][]int32, error) {
+	out := make([][]int32, len(c.Lanes))
+	take := func(res backend.Result) {
+		for i := range out {
+			out[i] = append(out[i], res.Lanes[i].Picks...)
+		}
+	}
+	if dev, ok := r.Dev.(backend.Chainer); ok {
+		rows := 0
+		for _, l := range c.Lanes {
+			rows += len(l.Tokens)
+		}
+		step, err := r.step(backend.Draft, len(c.Lanes), rows)
+		if err != nil {
+			return nil, err
+		}
+		seq, err := dev.Chain(step, c, more)
+		if err != nil {
+			return nil, err
+		}
+		res, err := r.Dev.Wait(seq)
+		if err != nil {
+			return nil, err
+		}
+		take(res)
+		return out, nil
+	}
+	res, err := r.Launch(backend.Draft, c)
+	if err != nil {
+		return nil, err
+	}
+	take(res)
+	next := &backend.Control{Lanes: make([]backend.LaneRows, len(c.Lanes))}
+	for range more {
+		for i, l := range c.Lanes {
+			next.Lanes[i] = backend.LaneRows{Lane: l.Lane, Tokens: out[i][len(out[i])-1:], Want: backend.WantLast, Chain: true}
+		}
+		if res, err = r.Launch(backend.Draft, next); err != nil {
+			return nil, err
+		}
+		take(res)
+	}
+	return out, nil
+}
+
 // step is the program for a pass of so many lanes and rows, compiled if it is the first.
 func (r *Runner) step(kind backend.Kind, lanes, rows int) (backend.Step, error) {
 	key := stepKey{kind, lanes, rows}
@@ -135,8 +182,11 @@ func (r *Runner) Prompt(in backend.LaneRows) (backend.LaneResult, error) {
 			part.Media = in.Media[first:end]
 		}
 		part.Force = in.Force.From(first)
-		if end < n && !in.Want.All() {
-			part.Want = backend.WantNone
+		if end < n {
+			part.Ahead = in.Tokens[end:min(end+r.Chunk, n)]
+			if !in.Want.All() {
+				part.Want = backend.WantNone
+			}
 		}
 		kind := backend.Prefill
 		if end-first == 1 {

@@ -13,7 +13,7 @@
 // batch, chunk or company in a single bit. The tuned ones may add in another order for another number of rows.
 //
 // A Device belongs to one goroutine. Launch returns when the work is queued; it waits for the launch before it to have read its control
-// block. Prompts run eight rows at a time through the kernels of decoding: correct, not fast.
+// block. Prompts of more than some rows go through kernels for many rows: prefill.go.
 package device
 
 import (
@@ -48,6 +48,11 @@ type Options struct {
 	// Code is where compiled kernels come from; nil is what was built in.
 	Code  fs.FS
 	Tuned fs.FS // the same of the tuned kernels
+	Gemm  fs.FS // and of those for many rows: products
+	Chunk fs.FS // and sequences
+	// Library is the cuBLASLt that multiplies the matrices of prompts: a path, "" to look for one, "none" for kernels of our own.
+	Library string
+	Few     int // most rows of a prompt that go the way of decoding; 0 is the default, negative none
 	// Driver is the driver to use; nil is the system's. Tests put one that fails here.
 	Driver *driver.Driver
 	// Made says of which random words a tensor with these bytes is to consist, for weights that nobody has: they are made on the GPU and
@@ -90,12 +95,13 @@ type Device struct {
 	steps    []*step
 	seq      backend.Seq
 	last     *step
-	bytes    uint64 // allocated on the device
-	reserved uint64 // of that, for images
-	cuda     string // the driver's version of CUDA
-	stored   uint64 // bytes of the tensors that it holds, in whatever form
-	gathered uint64 // rows of n-gram tables
+	bytes    uint64        // allocated on the device
+	reserved uint64        // of that, for images
+	cuda     string        // the driver's version of CUDA
+	stored   uint64        // bytes of the tensors that it holds, in whatever form
+	gathered atomic.Uint64 // rows of n-gram tables
 	missed   atomic.Uint64
+	wide     *wide // nil before the first step for many rows
 	profile  *profile
 	watch    *watch
 	seed     uint32 // of words
@@ -495,6 +501,7 @@ func (d *Device) Close() error {
 			err = errors.Join(err, free(c, p))
 		}
 		err = errors.Join(err, free(c, d.chain), free(c, d.spare), free(c, d.temp))
+		err = errors.Join(append(d.wide.close(c), err)...)
 		if d.stream != 0 {
 			err = errors.Join(err, c.DestroyStream(d.stream))
 		}

@@ -32,6 +32,12 @@ func open(t testing.TB, o device.Options) *device.Device {
 	if *codeFlag != "" {
 		o.Code = os.DirFS(*codeFlag)
 	}
+	if *gemmFlag != "" {
+		o.Gemm = os.DirFS(*gemmFlag)
+	}
+	if *chunkFlag != "" {
+		o.Chunk = os.DirFS(*chunkFlag)
+	}
 	d, err := device.Open(o)
 	if device.Absent(err) {
 		t.Skip(err)
@@ -73,11 +79,14 @@ func TestConformance(t *testing.T) {
 	optest.Run(t, stored, gpu)
 }
 
+// allFew keeps prompts on the kernels of decoding.
+const allFew = 1 << 20
+
 // tuned is the device with the kernels of cuda/kernels, on a shape and formats that they take.
 func tuned() optest.Backend {
 	b := gpu
 	b.Open = func(t testing.TB, o optest.Options) backend.Device {
-		return scattered(t, device.Options{States: o.States, Lanes: o.Lanes, Saved: o.Saved, Tokens: o.Tokens, Verify: o.Verify, Carry: o.Carry})
+		return scattered(t, device.Options{States: o.States, Lanes: o.Lanes, Saved: o.Saved, Tokens: o.Tokens, Verify: o.Verify, Carry: o.Carry, Few: allFew})
 	}
 	s := optest.Real
 	s.Name, s.H, s.LowRank, s.Inter, s.SharedInter = "tuned", 256, 64, 128, 128
@@ -119,7 +128,7 @@ func TestConformancePacked(t *testing.T) {
 				}
 				dev.Open = func(t testing.TB, o optest.Options) backend.Device {
 					return scattered(t, device.Options{
-						States: o.States, Lanes: o.Lanes, Saved: o.Saved, Tokens: o.Tokens, Verify: o.Verify, Carry: o.Carry, Plain: plain, KV: c.kv, BF16State: c.state,
+						States: o.States, Lanes: o.Lanes, Saved: o.Saved, Tokens: o.Tokens, Verify: o.Verify, Carry: o.Carry, Plain: plain, KV: c.kv, BF16State: c.state, Few: allFew,
 					})
 				}
 				dev.Exact = plain && !c.state // the tuned kernels may add in another order for another number of rows, which a code in FP8 can tell

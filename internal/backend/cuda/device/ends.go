@@ -127,9 +127,13 @@ type head struct {
 
 	lines  []byte // pinned
 	lanes  []wants
-	raised bool // the last launch brings logits back
-	listed bool // the last launch brings lists back
+	raised bool        // the last launch brings logits back
+	listed bool        // the last launch brings lists back
+	kept   [][]float32 // those of a launch with more rows than there is room for at a time
 }
+
+// slice is the most rows whose logits lie on the device at a time.
+const slice = 128
 
 type wants struct {
 	n      int
@@ -181,6 +185,9 @@ func (s *step) prepareHead(c *driver.Context, op backend.Head) (func(*pass) erro
 		}
 		if !p.logits && !p.likely && hd.best != 0 {
 			return p.tunedBest(hd, x, n)
+		}
+		if n > slice {
+			return hd.slices(p, x, n)
 		}
 		if err := p.gemv(x, 2, hd.h, n, part(hd.mat, hd.logits, hd.w.W.N, kernels.PartF32, 0)); err != nil {
 			return err
@@ -242,7 +249,7 @@ func (hd *head) plan(rows int) (tuned.Plan, tuned.GemvParams, error) {
 
 // reserve makes room for the logits of the wanted rows. Captured graphs know the old place: they are dropped.
 func (hd *head) reserve(p *pass) error {
-	n := len(p.wanted)
+	n := min(len(p.wanted), slice)
 	if n <= hd.room || !p.logits && !p.likely && hd.best != 0 {
 		return nil
 	}
@@ -265,6 +272,38 @@ func (hd *head) reserve(p *pass) error {
 	return nil
 }
 
+// slices computes the logits and picks of many rows, and brings the logits to the host while it does.
+func (hd *head) slices(p *pass, x driver.Ptr, n int) error {
+	width := 4 * hd.w.W.N
+	if len(hd.lines) < width*slice {
+		var err error
+		if hd.lines, err = hd.s.pinned(p.c, width*slice); err != nil {
+			return err
+		}
+	}
+	hd.kept = nil
+	pick := kernels.PickParams{Logits: hd.logits, Map: hd.ids, Rows: uint32(hd.w.W.N), Ids: uint32(hd.w.IDs)}
+	for first := 0; first < n; first += slice {
+		rows := min(slice, n-first)
+		if err := p.gemv(x+driver.Ptr(2*first*hd.h), 2, hd.h, rows, part(hd.mat, hd.logits, hd.w.W.N, kernels.PartF32, 0)); err != nil {
+			return err
+		}
+		pick.Out = hd.picked + driver.Ptr(4*first)
+		if err := start(p, kernels.Pick, rows, 1, 1, 0, &pick); err != nil {
+			return err
+		}
+		if err := p.read(hd.lines[:width*rows], hd.logits); err != nil {
+			return err
+		}
+		for r := range rows {
+			line := make([]float32, hd.w.W.N)
+			copy(bytesIn(line), hd.lines[width*r:])
+			hd.kept = append(hd.kept, line)
+		}
+	}
+	return nil
+}
+
 // fetch queues the copies of what a launch brings back.
 func (hd *head) fetch(p *pass) error {
 	hd.lanes = hd.lanes[:0]
@@ -280,9 +319,10 @@ func (hd *head) fetch(p *pass) error {
 		hd.lanes = append(hd.lanes, w)
 	}
 	n := len(p.wanted)
-	if !hd.raised {
+	if !hd.raised || n > slice {
 		return nil
 	}
+	hd.kept = nil
 	if size := 4 * n * hd.w.W.N; len(hd.lines) < size {
 		var err error
 		if hd.lines, err = hd.s.pinned(p.c, size); err != nil {
@@ -314,7 +354,11 @@ func (hd *head) results() backend.Result {
 			copy(bytesIn(id), hd.s.report[4+4*at:8+4*at])
 			l.Picks = append(l.Picks, id[0])
 			if w.logits {
-				l.Logits = append(l.Logits, unsafe.Slice((*float32)(unsafe.Pointer(&hd.lines[width*at])), hd.w.W.N)) // no copy: the next launch writes there
+				if hd.kept != nil {
+					l.Logits = append(l.Logits, hd.kept[at])
+				} else { // no copy: the next launch writes there
+					l.Logits = append(l.Logits, unsafe.Slice((*float32)(unsafe.Pointer(&hd.lines[width*at])), hd.w.W.N))
+				}
 			}
 			at++
 		}

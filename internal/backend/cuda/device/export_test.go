@@ -1,6 +1,10 @@
 package device
 
 import (
+	"encoding/binary"
+	"math"
+	"slices"
+
 	"ninfer/internal/backend"
 	"ninfer/internal/backend/cuda/driver"
 )
@@ -32,4 +36,73 @@ func (d *Device) Interrupt(f func(op string, c *driver.Context, s driver.Stream)
 			}
 		}
 	}
+}
+
+// Values are what an image holds of a state on the device, kept records folded: all of a Fixed one, of others the rows that count.
+func (d *Device) Values(i backend.Image, id backend.StateID) ([]float32, error) {
+	slot, err := d.find(i)
+	if err != nil {
+		return nil, err
+	}
+	s, p, img := d.opt.States[id], &d.states[id], &d.images[slot]
+	n := img.length
+	if s.Clock == backend.Drafter {
+		n -= img.carried
+	}
+	var raw []byte
+	take := func(c *driver.Context, at driver.Ptr, bytes uint64) error {
+		old := len(raw)
+		raw = append(raw, make([]byte, bytes)...)
+		if err := c.ToHost(d.stream, raw[old:], at); err != nil {
+			return err
+		}
+		return c.SyncStream(d.stream)
+	}
+	err = d.do("values", func(c *driver.Context) error {
+		if err := d.flush(c, slot); err != nil {
+			return err
+		}
+		if !grows(s) {
+			return take(c, p.at+driver.Ptr(uint64(slot)*d.slotBytes(id)), d.slotBytes(id))
+		}
+		bytes, _ := p.pageBytes()
+		for _, page := range img.table {
+			if err := take(c, p.at+driver.Ptr(uint64(page)*bytes), bytes); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, err
+	}
+	out := make([]float32, len(raw)/int(p.element))
+	for j := range out {
+		switch {
+		case s.Store == backend.StoreInt:
+			out[j] = float32(int32(binary.LittleEndian.Uint32(raw[4*j:])))
+		case p.element == 4:
+			out[j] = math.Float32frombits(binary.LittleEndian.Uint32(raw[4*j:]))
+		case p.element == 2:
+			out[j] = math.Float32frombits(uint32(binary.LittleEndian.Uint16(raw[2*j:])) << 16)
+		}
+	}
+	switch s.Kind {
+	case backend.PerToken:
+		return out[:n*s.Width], nil
+	case backend.PerBlock:
+		return out[:n/s.Ratio*s.Width], nil
+	case backend.Carried:
+		return out[img.first*s.Width : (img.first+img.carried)*s.Width], nil
+	}
+	return out, nil
+}
+
+// Slow are the operations of a step for many rows that run on the kernels of decoding; not ok for a step of few rows.
+func (d *Device) Slow(st backend.Step) (ops []string, ok bool) {
+	s, ok := st.(*step)
+	if !ok || s.few == nil {
+		return nil, false
+	}
+	return slices.Clone(s.slow), true
 }

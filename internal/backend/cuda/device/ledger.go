@@ -19,6 +19,9 @@ func (d *Device) Ledger() Ledger {
 	for _, s := range d.steps {
 		l.Workspace += s.bytes
 	}
+	if d.wide != nil {
+		l.Workspace += d.wide.bytes + d.wide.common
+	}
 	l.Weights = d.bytes - l.Sequences - l.Workspace
 	return l
 }

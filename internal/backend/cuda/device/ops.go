@@ -12,6 +12,11 @@ import (
 
 // prepare uploads what an operation needs and returns what launches it; nil if that is nothing.
 func (s *step) prepare(c *driver.Context, op backend.Op) (func(*pass) error, error) {
+	if s.few != nil {
+		if run, err := s.prepareWide(c, op); run != nil || err != nil {
+			return run, err
+		}
+	}
 	switch op := op.(type) {
 	case backend.Embed:
 		return s.prepareEmbed(c, op)

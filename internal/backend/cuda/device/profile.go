@@ -111,7 +111,7 @@ func (d *Device) Kernels(st backend.Step, ctl *backend.Control, replays int, eac
 	}
 	err = d.do("kernels", func(c *driver.Context) (err error) {
 		p.c = c
-		if err := p.launch(); err != nil {
+		if err := p.launch(0); err != nil {
 			return err
 		}
 		var events [2]driver.Event

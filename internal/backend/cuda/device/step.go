@@ -12,6 +12,7 @@ import (
 	"ninfer/internal/backend"
 	"ninfer/internal/backend/cuda/device/kernels"
 	"ninfer/internal/backend/cuda/driver"
+	"ninfer/internal/backend/cuda/gemm"
 )
 
 // step is a compiled program: what launches each operation, and memory for activations and for a launch.
@@ -33,6 +34,10 @@ type step struct {
 	stem    bool
 	inspect bool // it has a tap: never captured
 
+	few      *step // of a step for many rows: the same for few; nil otherwise
+	slow     []string
+	products map[int][]gemm.Product // by their most rows
+
 	distinct driver.Ptr // of each mixture: how many experts its rows chose last
 	mixtures int
 
@@ -45,6 +50,9 @@ type step struct {
 	want    driver.Ptr
 
 	report []byte // pinned: the number of the last launch that is over, then its picks
+	slots  []slot // control and report of the passes of a chain; nil before the first launch
+	depth  int    // of the last launch in a chain
+	zero   driver.Ptr
 	head   *head
 	embed  *embed
 	graphs map[shape]*graph
@@ -56,6 +64,7 @@ type step struct {
 // shape is what a captured graph depends on.
 type shape struct {
 	rows, lanes, wanted int
+	depth               int
 	logits, likely      bool
 }
 
@@ -84,6 +93,9 @@ func (s *step) Pass() backend.Pass { return s.program.Pass }
 
 // alloc reserves device memory for n values of so many bytes for each row of the pass.
 func (s *step) alloc(c *driver.Context, what string, bytes int) (driver.Ptr, error) {
+	if s.few != nil {
+		return s.d.wide.share(s.d, c, what, bytes)
+	}
 	p, err := s.d.alloc(c, what, uint64(bytes))
 	if err == nil {
 		s.taken = append(s.taken, p)
@@ -101,6 +113,7 @@ func (s *step) pinned(c *driver.Context, bytes int) ([]byte, error) {
 }
 
 func (s *step) free(c *driver.Context) (err error) {
+	s.forget()
 	for _, g := range s.graphs {
 		if g.exec != 0 {
 			err = errors.Join(err, c.DestroyExec(g.exec))
@@ -115,15 +128,26 @@ func (s *step) free(c *driver.Context) (err error) {
 	return err
 }
 
+func (d *Device) newStep(p *backend.Program) *step {
+	s := &step{
+		d: d, program: p, pending: make([]backend.Buf, len(p.Bufs)), graphs: map[shape]*graph{}, other: map[backend.Buf]driver.Ptr{},
+		products: map[int][]gemm.Product{},
+	}
+	s.pass.s = s
+	return s
+}
+
 // Compile uploads a program's weights, reserves its memory and prepares its launches.
 func (d *Device) Compile(p *backend.Program) (backend.Step, error) {
 	if p.Pass.Rows < 1 || p.Pass.Lanes < 1 {
 		return nil, fmt.Errorf("cuda: compile %v: no rows", p.Pass.Kind)
 	}
-	s := &step{d: d, program: p, pending: make([]backend.Buf, len(p.Bufs)), graphs: map[shape]*graph{}, other: map[backend.Buf]driver.Ptr{}}
-	s.pass.s = s
+	s := d.newStep(p)
 	err := d.do(fmt.Sprintf("compile %v", p.Pass.Kind), func(c *driver.Context) error {
 		d.steps = append(d.steps, s)
+		if d.widens(p) {
+			return s.compileWide(c)
+		}
 		return s.compile(c)
 	})
 	if err != nil {
@@ -138,7 +162,9 @@ func (d *Device) Compile(p *backend.Program) (backend.Step, error) {
 const (
 	sizeOfRow = int(unsafe.Sizeof(kernels.Row{}))
 	laneBytes = int(unsafe.Sizeof(kernels.Lane{}))
-	header    = 16 // bytes of the control block before its rows
+	// where a row has its token
+	tokenOffset = driver.Ptr(unsafe.Offsetof(kernels.Row{}.Token))
+	header      = 16 // bytes of the control block before its rows
 )
 
 func (s *step) compile(c *driver.Context) (err error) {
@@ -208,6 +234,11 @@ func (d *Device) Launch(st backend.Step, ctl *backend.Control) (backend.Seq, err
 	if !ok || s.d != d || d.closed {
 		return 0, fmt.Errorf("cuda: launch: step of another device, or device closed")
 	}
+	return d.queue(s.chosen(ctl), ctl, 0)
+}
+
+// queue queues a step, alone or at a depth of a chain.
+func (d *Device) queue(s *step, ctl *backend.Control, depth int) (backend.Seq, error) {
 	p := &s.pass
 	d.seq++
 	if err := p.begin(ctl); err != nil {
@@ -215,13 +246,16 @@ func (d *Device) Launch(st backend.Step, ctl *backend.Control) (backend.Seq, err
 	}
 	err := d.do(fmt.Sprint(s.program.Pass.Kind), func(c *driver.Context) error {
 		p.c = c
-		return p.launch()
+		return p.launch(depth)
 	})
 	if err != nil {
 		return 0, err
 	}
 	p.end()
 	s.seq, d.last = d.seq, s
+	if s.few != nil {
+		s.foresee(ctl.Lanes[0].Lane, ctl.Lanes[0].Ahead)
+	}
 	return d.seq, nil
 }
 
@@ -328,18 +362,21 @@ func (p *pass) begin(ctl *backend.Control) error {
 }
 
 // launch makes room in the images, sends the control block and whatever else the host provides, and launches the kernels.
-func (p *pass) launch() error {
+func (p *pass) launch(depth int) error {
 	s, d, c := p.s, p.s.d, p.c
-	if !s.over() { // the last launch may still read its control block, media or rows of the table
+	if depth == 0 && !s.over() { // the last launch may still read its control block, media or rows of the table
 		if err := c.SyncStream(d.stream); err != nil {
 			return err
 		}
+	}
+	if err := s.use(c, depth); err != nil {
+		return err
 	}
 	if !s.stem {
 		for i := range p.lanes {
 			l := &p.lanes[i]
 			img := &d.images[l.Slot]
-			if img.keep > 0 && !slices.Equal(img.verify.fixed, s.fixed) {
+			if img.keep > 0 && (s.few != nil || !slices.Equal(img.verify.fixed, s.fixed)) {
 				if err := d.flush(c, int(l.Slot)); err != nil {
 					return err
 				}
@@ -382,8 +419,10 @@ func (p *pass) launch() error {
 	// A graph takes one call, so the GPU works on the first layer while the host gathers the table's rows, for which a kernel waits. Kernel by
 	// kernel the queue could fill up behind that one.
 	if exec == 0 {
-		if err := p.gather(number); err != nil {
-			return &hostError{err}
+		if s.few == nil {
+			if err := p.gather(number); err != nil {
+				return &hostError{err}
+			}
 		}
 		if err := p.direct(); err != nil {
 			return err
@@ -412,7 +451,7 @@ func (p *pass) graph() (driver.Exec, error) {
 	if !p.plain || s.d.opt.NoGraph || s.d.profile != nil || kind == backend.Prefill || kind == backend.Seed {
 		return 0, nil
 	}
-	key := shape{len(p.rows), len(p.lanes), len(p.wanted), p.logits, p.likely}
+	key := shape{len(p.rows), len(p.lanes), len(p.wanted), s.depth, p.logits, p.likely}
 	g, seen := s.graphs[key]
 	if !seen {
 		s.graphs[key] = &graph{}
@@ -430,6 +469,9 @@ func (p *pass) graph() (driver.Exec, error) {
 func (p *pass) direct() error {
 	begin := kernels.BeginParams{Host: driver.Ptr(uintptr(unsafe.Pointer(&p.s.control[0]))), Device: p.s.block, N: uint32(len(p.s.control) / 16)}
 	if err := start(p, kernels.Begin, 1, 1, 1, 0, &begin); err != nil {
+		return err
+	}
+	if err := p.follow(); err != nil {
 		return err
 	}
 	for i, run := range p.s.run {
@@ -576,6 +618,9 @@ func (d *Device) Wait(q backend.Seq) (backend.Result, error) {
 	}
 	if s.head == nil {
 		return backend.Result{}, nil
+	}
+	if s.depth > 0 {
+		return s.chained(), nil
 	}
 	return s.head.results(), nil
 }

@@ -38,6 +38,8 @@ type table struct {
 	k      kernels.TableParams
 	heads  int
 	staged []byte // the number, then rows
+	spare  []byte // another of its size, of a step for many rows
+	early  *early
 	ids    []int64
 	before []int32
 }
@@ -120,7 +122,7 @@ func (d *Device) rows(t *backend.Table, ids []int64, dst []byte) error {
 		}
 		return err
 	}
-	d.gathered += uint64(len(ids))
+	d.gathered.Add(uint64(len(ids)))
 	first := 0
 	if len(ids) <= together {
 		for ; first < len(ids); first++ {
@@ -162,4 +164,4 @@ func (d *Device) rows(t *backend.Table, ids []int64, dst []byte) error {
 }
 
 // Gathered tells how many rows of n-gram tables launches have asked for, and how many of them seem not to have been in memory.
-func (d *Device) Gathered() (rows, missed uint64) { return d.gathered, d.missed.Load() }
+func (d *Device) Gathered() (rows, missed uint64) { return d.gathered.Load(), d.missed.Load() }
