@@ -125,6 +125,8 @@ type Row struct {
 	// On a GPU, see Roof.
 	PrefillRoof *Roofline `json:"prefill_roofline,omitzero"`
 	DecodeRoof  *Roofline `json:"decode_roofline,omitzero"`
+	// GEMM is what the prompt's matrices would need of the time if a GPU multiplied them as fast as it can.
+	GEMM float64 `json:"gemm_ratio,omitzero"`
 }
 
 // Options say how to measure.

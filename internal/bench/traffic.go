@@ -77,6 +77,9 @@ func Moved(p *backend.Program, states []backend.State, f Formats, lanes, length 
 			w := op.W
 			t.Dense += all(w.Key, w.Value, w.NormKey, w.NormQuery, w.NormConv, w.Conv)
 			t.States += fixed(op.Window, 2)
+		case backend.Stem:
+			w := op.W
+			t.Dense += float64(lanes)*stored(w.Embed.Rows(0, 1)) + all(w.NormEmbed, w.NormHidden, w.ProjEmbed, w.ProjHidden)
 		case backend.Mix:
 			t.Dense += all(op.W.Norm, op.W.Down, op.W.Up, op.W.Inject)
 		case backend.GDN:
@@ -126,4 +129,40 @@ func CheckResident(have, want int64) error {
 		return fmt.Errorf("bench: tensors of %d bytes are on the device, the artifact's size predicts %d", have, want)
 	}
 	return nil
+}
+
+// Products are the floating-point operations of a program's matrices for one row, two for each weight that the row meets: of experts the
+// chosen ones, and without the head, of which a prompt needs one row.
+func Products(p *backend.Program) (n float64) {
+	size := func(list ...backend.Weight) (n float64) {
+		for _, w := range list {
+			if w.Present() {
+				n += 2 * float64(w.N) * float64(w.Cols())
+			}
+		}
+		return n
+	}
+	for _, op := range p.Ops {
+		switch op := op.(type) {
+		case backend.PLEJoin:
+			n += size(op.W.Key, op.W.Value)
+		case backend.Stem:
+			n += size(op.W.ProjEmbed) + float64(p.Bufs[op.X.X].Width/op.W.Embed.Cols())*size(op.W.ProjHidden)
+		case backend.Mix:
+			n += size(op.W.Down, op.W.Up, op.W.Inject)
+		case backend.GDN:
+			w := op.W
+			n += size(w.Query, w.Key, w.Value, w.Z, w.A, w.B, w.Out)
+		case backend.QSA:
+			w := op.W
+			if n += size(w.Key, w.Value, w.Index); !op.AppendOnly {
+				n += size(w.QueryGate, w.Out)
+			}
+		case backend.MoE:
+			w := op.W
+			n += size(w.Router, w.SharedGate, w.SharedUp, w.SharedDown, w.SharedVector)
+			n += float64(w.TopK) / float64(w.Experts) * size(w.GateUp, w.Down)
+		}
+	}
+	return n
 }

@@ -47,10 +47,10 @@ type benchCommand struct {
 	Device         string `placeholder:"D" help:"cpu, cuda or a device number."`
 	NoCUDAGraph    bool   `name:"no-cuda-graph" help:"Run decode without graph replay."`
 
-	Depth   string `placeholder:"LIST" help:"On a GPU: decode at these lengths, with sequences of random data instead of prompts."`
+	Depth   string `placeholder:"LIST" help:"On a GPU: decode at these lengths, or draft and verify with --spec, with sequences of random data instead of prompts."`
 	Batch   string `default:"1" placeholder:"LIST" help:"Of --depth: so many sequences at a time."`
-	Steps   int    `default:"256" placeholder:"N" help:"Of --depth: steps of a run."`
-	Kernels bool   `help:"Of --depth: also what each kind of kernel costs."`
+	Steps   int    `default:"256" placeholder:"N" help:"Of --depth: steps or rounds of a run."`
+	Kernels bool   `help:"On a GPU: also what each kind of kernel costs, of prompts each kind of operation."`
 	Engine  bool   `help:"Of --depth: also through the engine, which reads prompts of these lengths; greedy and drawn."`
 
 	Output     string `short:"o" default:"table" enum:"table,json,csv" placeholder:"F" help:"table, json or csv."`
@@ -70,6 +70,8 @@ type benchReport struct {
 	Window    int         `json:"draft_window"`
 	State     string      `json:"gdn_state_dtype"`
 	Benchmark []bench.Row `json:"benchmarks,omitzero"`
+	Library   string      `json:"library,omitzero"`         // that multiplies the matrices of prompts on a GPU
+	Products  float64     `json:"product_flops_s,omitzero"` // and how fast it does
 
 	// Of a GPU.
 	Driver string        `json:"driver_version,omitzero"`
@@ -84,6 +86,7 @@ type benchReport struct {
 	Predicted int64             `json:"predicted_weight_bytes,omitzero"`
 	ReadGBps  float64           `json:"read_gbps,omitzero"`
 	Decode    []bench.DecodeRow `json:"decode,omitzero"`
+	Rounds    []bench.RoundRow  `json:"rounds,omitzero"`
 }
 
 // flags are the model's options as run and serve spell them.
@@ -165,6 +168,9 @@ func (c *benchCommand) Run(e *environment) error {
 			if err := row.Roof(m, gpu, bench.Formats{KV: f.cache(), BF16State: f.GDNStateDtype == "bf16"}, rate); err != nil {
 				return err
 			}
+			if err := c.measured(e, m, gpu, batch, t, f, corpus, &row, &report); err != nil {
+				return err
+			}
 		}
 		report.Benchmark = append(report.Benchmark, row)
 	}
@@ -218,7 +224,11 @@ func (c *benchCommand) depths(e *environment) error {
 		return usagef("--steps is %d, need at least 1", c.Steps)
 	}
 	const beyond = 64 // steps that are launched outside of the time
-	longest := bench.Test{Prompt: slices.Max(lengths), Gen: c.Steps + beyond}
+	steps := c.Steps + beyond
+	if c.Spec != "" {
+		steps *= c.DraftTokens + 1
+	}
+	longest := bench.Test{Prompt: slices.Max(lengths), Gen: steps}
 	if c.Engine {
 		longest.Gen = max(longest.Gen, c.through(longest.Prompt, slices.Max(batches)).MostNew())
 	}
@@ -226,8 +236,8 @@ func (c *benchCommand) depths(e *environment) error {
 	if err != nil {
 		return err
 	}
-	if f.Device == "cpu" || f.Spec != "" {
-		return usagef("--depth measures single steps on a GPU: leave --device cpu and --spec out")
+	if f.Device == "cpu" {
+		return usagef("--depth measures single steps on a GPU: leave --device cpu out")
 	}
 	f.Device = cmp.Or(f.Device, "cuda")
 	l, err := c.load(e, c.Weights, &f)
@@ -270,8 +280,15 @@ func (c *benchCommand) depth(e *environment, l *loaded, m *model.Model, f modelF
 	dev := opened.(*device.Device)
 	rate := 0.0
 	for _, n := range lengths {
+		formats := bench.Formats{KV: f.cache(), BF16State: f.GDNStateDtype == "bf16"}
+		if f.Spec != "" {
+			if err := c.rounds(e, l, m, f, dev, bench.Round{Context: n, Batch: batch, Rounds: c.Steps, Repetitions: c.Repetitions, Warmup: c.Warmup, Formats: formats}, &rate, corpus, report); err != nil {
+				return err
+			}
+			continue
+		}
 		e.say("decode at %d tokens, %d at a time: %d runs of %d steps and %d before them", n, batch, c.Repetitions, c.Steps, c.Warmup)
-		t := bench.Decode{Context: n, Batch: batch, Steps: c.Steps, Repetitions: c.Repetitions, Warmup: c.Warmup, Kernels: c.Kernels, Formats: bench.Formats{KV: f.cache(), BF16State: f.GDNStateDtype == "bf16"}}
+		t := bench.Decode{Context: n, Batch: batch, Steps: c.Steps, Repetitions: c.Repetitions, Warmup: c.Warmup, Kernels: c.Kernels, Formats: formats}
 		row, err := t.Measure(e.ctx, m, dev, &rate, corpus)
 		if err != nil {
 			return err
@@ -439,6 +456,9 @@ func (r benchReport) table(w io.Writer) error {
 	if r.Decode != nil {
 		return r.decodes(w)
 	}
+	if r.Rounds != nil {
+		return r.rounds(w)
+	}
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	fmt.Fprint(t, "test\tprefill tokens/s\tdecode tokens/s\ttokens a round")
 	if r.ReadGBps > 0 {
@@ -463,6 +483,17 @@ func (r benchReport) table(w io.Writer) error {
 
 func (r benchReport) csv(w io.Writer) error {
 	c := csv.NewWriter(w)
+	if r.Rounds != nil {
+		c.Write([]string{"tokens", "batch", "drafts", "us", "us_verify", "us_drafting", "distinct_experts", "bytes", "floor_ms", "read_gbps", "ratio"})
+		for _, d := range r.Rounds {
+			c.Write([]string{
+				fmt.Sprint(d.Context), fmt.Sprint(d.Batch), fmt.Sprint(d.Drafts), fmt.Sprint(d.Microseconds), fmt.Sprint(d.Verify), fmt.Sprint(d.Drafting),
+				fmt.Sprint(d.Distinct), fmt.Sprint(d.Bytes), fmt.Sprint(d.FloorMs), fmt.Sprint(d.ReadGBps), fmt.Sprint(d.Ratio),
+			})
+		}
+		c.Flush()
+		return c.Error()
+	}
 	if r.Decode != nil {
 		c.Write([]string{"tokens", "batch", "us", "us_gpu", "tokens_per_s", "distinct_experts", "bytes", "floor_ms", "read_gbps", "ratio"})
 		for _, d := range r.Decode {
