@@ -27,7 +27,10 @@ import (
 	"ninfer/internal/text/token"
 )
 
-var all = flag.Bool("all", false, "every held-out prompt; without it a sample of each skill")
+var (
+	all       = flag.Bool("all", false, "every held-out prompt; without it a sample of each skill")
+	modelFlag = flag.String("model", "", "artifact to use where the program has none inside")
+)
 
 const data = "../../testdata/nano"
 
@@ -93,6 +96,8 @@ type subject struct {
 	model     *model.Model
 	front     *front.Front
 	tokenizer *token.Tokenizer
+	// device makes the device that answers; nil is the CPU's fast one.
+	device func(cpu.Options) backend.Device
 }
 
 // open opens the embedded model. Tests skip in a build without it.
@@ -102,6 +107,9 @@ func open(t *testing.T, o model.Options) subject {
 		t.Skip("asks the model for half a minute: not with -short")
 	}
 	raw, err := nano.Artifact()
+	if *modelFlag != "" {
+		raw, err = os.ReadFile(*modelFlag)
+	}
 	if errors.Is(err, nano.ErrLeftOut) {
 		t.Skip(err)
 	}
@@ -210,7 +218,13 @@ func (s subject) ask(t *testing.T, items []item, drafts int) map[string]*answer 
 		room = max(room, len(a.prompt.Prompt)+x.MaxNew+drafts+1)
 	}
 	pages := (room + page - 1) / page
-	dev := cpu.NewFast(cpu.Options{States: s.model.States, Lanes: lanes, Tokens: pages * page, Verify: drafts + 1, Carry: chunk + drafts + 1, KV: backend.CacheBF16})
+	o := cpu.Options{States: s.model.States, Lanes: lanes, Tokens: pages * page, Verify: drafts + 1, Carry: chunk + drafts + 1, KV: backend.CacheBF16}
+	var dev backend.Device
+	if s.device != nil {
+		dev = s.device(o)
+	} else {
+		dev = cpu.NewFast(o)
+	}
 	defer dev.Close()
 	b, err := engine.NewBatch(model.NewRunner(s.model, dev, chunk), engine.BatchOptions{
 		Limits: engine.Limits{Lanes: lanes, Pages: lanes * pages, Pending: len(items), Passes: lanes}, Context: pages * page,
