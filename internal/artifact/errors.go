@@ -3,6 +3,9 @@ package artifact
 import (
 	"errors"
 	"fmt"
+	"strconv"
+	"strings"
+	"unicode"
 )
 
 // ErrExists reports that the entry or a part of an output is there already;
@@ -26,7 +29,24 @@ type FormatError struct {
 
 // Error gives one line naming file, class and detail.
 func (e *FormatError) Error() string {
-	return "artifact " + e.Path + ": " + e.reason()
+	return plain("artifact " + e.Path + ": " + e.reason())
+}
+
+// plain writes control characters as escapes: names of parts, and whatever a
+// manifest holds, may have line breaks, and a message is one line.
+func plain(s string) string {
+	if !strings.ContainsFunc(s, unicode.IsControl) {
+		return s
+	}
+	var b strings.Builder
+	for _, r := range s {
+		if unicode.IsControl(r) {
+			b.WriteString(strings.Trim(strconv.QuoteRune(r), "'"))
+		} else {
+			b.WriteRune(r)
+		}
+	}
+	return b.String()
 }
 
 // reason is the text without the file's name.

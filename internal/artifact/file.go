@@ -433,14 +433,14 @@ func (a *File) view(i int, from, n int64) ([]byte, error) {
 	if p.mem == nil {
 		m, err := mmap.Open(p.path)
 		if err != nil {
-			return nil, fmt.Errorf("artifact: mapping %s: %w", p.path, err)
+			return nil, fmt.Errorf("artifact: mapping %s: %w", plain(p.path), cause(err))
 		}
 		// The mapping opens the path again: it must still be the same file.
 		var head [headerSize]byte
 		_, err = f.ReadAt(head[:], 0)
 		if b := m.Bytes(); err != nil || int64(len(b)) != p.start+p.bytes || !bytes.Equal(b[:headerSize], head[:]) {
 			m.Close()
-			return nil, fmt.Errorf("artifact: %s was replaced while it was open", p.path)
+			return nil, fmt.Errorf("artifact: %s was replaced while it was open", plain(p.path))
 		}
 		p.mem = m
 	}

@@ -5,8 +5,11 @@ import (
 	"os"
 	"path/filepath"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
+
+	"ninfer/internal/num"
 )
 
 // FuzzOpen feeds mutated entries to the reader: no panic, and whatever opens
@@ -22,6 +25,7 @@ func FuzzOpen(f *testing.F) {
 		f.Add(b)
 	}
 	f.Add(entryBytes(sampleText, 1152))
+	f.Add(entryBytes(strings.Replace(sampleText, `"path":"other"`, `"path":"ot\nher"`, 1), 1152))
 	f.Add([]byte(v2Magic))
 	f.Add([]byte{})
 	dir := f.TempDir()
@@ -36,17 +40,35 @@ func FuzzOpen(f *testing.F) {
 			return
 		}
 		defer a.Close()
-		a.Parts()
+		var said []string
+		say := func(err error) {
+			if err != nil {
+				said = append(said, err.Error())
+			}
+		}
+		for _, p := range a.Parts() {
+			say(p.Err)
+		}
 		for _, o := range a.Directory().Objects {
 			if o.Resource {
-				a.Resource(o.ID)
-			} else if x, err := a.Tensor(o.ID); err == nil {
-				x.Validate()
+				_, err = a.Resource(o.ID)
+			} else {
+				var x num.Tensor
+				if x, err = a.Tensor(o.ID); err == nil {
+					err = x.Validate()
+				}
 			}
+			say(err)
 			a.Spans(o.ID)
 		}
-		if _, err := Verify(path, Options{}); err != nil {
+		v, err := Verify(path, Options{FileDigests: true})
+		if err != nil {
 			t.Error(err)
+		}
+		for _, text := range slices.Concat(said, v.Failures, v.Notes, v.Unchecked) {
+			if strings.ContainsAny(text, "\r\n") {
+				t.Errorf("message has more than one line: %q", text)
+			}
 		}
 	})
 }

@@ -99,7 +99,7 @@ func ReadManifest(path string) (*Manifest, error) {
 // them.
 func (m *Manifest) Compare(path string, r *Result) []string {
 	var out []string
-	failf := func(format string, args ...any) { out = append(out, "manifest: "+fmt.Sprintf(format, args...)) }
+	failf := func(format string, args ...any) { out = append(out, plain("manifest: "+fmt.Sprintf(format, args...))) }
 	a, err := Open(path)
 	if err != nil {
 		return []string{"manifest: " + err.Error()}

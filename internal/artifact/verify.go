@@ -128,6 +128,11 @@ func Verify(path string, o Options) (Result, error) {
 	if err != nil {
 		return v.Result, err
 	}
+	for _, list := range [][]string{v.Failures, v.Notes, v.Unchecked} {
+		for i := range list { // they name parts
+			list[i] = plain(list[i])
+		}
+	}
 	v.Passed = len(v.Failures) == 0
 	v.Seconds = time.Since(start).Seconds()
 	return v.Result, nil
