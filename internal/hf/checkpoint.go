@@ -13,6 +13,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"unicode"
 
 	"ninfer/internal/direct"
 	"ninfer/internal/mmap"
@@ -224,9 +225,9 @@ func view(whole string, text, part []byte) string {
 	return string(part)
 }
 
-// plainName accepts names of files in the same folder, on every system.
+// plainName accepts names of files in the same folder, on every system, that a message of one line can hold.
 func plainName(name string) bool {
-	return name != "" && name != "." && name != ".." && !strings.ContainsAny(name, "/\\:\x00")
+	return name != "" && name != "." && name != ".." && !strings.ContainsAny(name, "/\\:") && !strings.ContainsFunc(name, unicode.IsControl)
 }
 
 // openSingle opens a checkpoint without an index: all tensors of the only file exist.

@@ -374,7 +374,7 @@ func FuzzHeader(f *testing.F) {
 func FuzzIndex(f *testing.F) {
 	for _, s := range []string{
 		`{"weight_map":{}}`, `{"metadata":{"total_size":1},"weight_map":{"a":"s1","b":"s2","\u0061\n":"s1"}} `, `{"weight_map":{"a":"../s"}}`,
-		`{"weight_map":{"a":"s","a":"s"}}`, `{"weight_map":{"a":1}}`, `{"weight_map":{"é":"ü","\ud83d\ude00":"x"},"x":[null,{"y":1e9}]}`, `{"weight_map":`,
+		`{"weight_map":{"a":"s","a":"s"}}`, `{"weight_map":{"a":1}}`, `{"weight_map":{"a":"s\n1"}}`, `{"weight_map":{"é":"ü","\ud83d\ude00":"x"},"x":[null,{"y":1e9}]}`, `{"weight_map":`,
 	} {
 		f.Add([]byte(s))
 	}
@@ -400,7 +400,7 @@ func FuzzIndex(f *testing.F) {
 			if !ok || c.tensors[i].name != name || c.shards[c.tensors[i].shard].name != file {
 				t.Fatalf("%q: %v, decoder has %q", name, ok, file)
 			}
-			if strings.ContainsAny(file, "/\\") || file == "" || file == ".." {
+			if strings.ContainsAny(file, "/\\\r\n") || file == "" || file == ".." {
 				t.Fatalf("%q lies in %q", name, file)
 			}
 		}
