@@ -121,6 +121,9 @@ func (c *benchCommand) Run(e *environment) error {
 	if c.Depth != "" {
 		return c.depths(e)
 	}
+	if c.Engine {
+		return usagef("--engine needs --depth")
+	}
 	tests, err := bench.ParseTests(c.NPrompt, c.NGen, c.PromptGen)
 	if err != nil {
 		return usageError{err}
@@ -238,6 +241,9 @@ func (c *benchCommand) depths(e *environment) error {
 	}
 	if f.Device == "cpu" {
 		return usagef("--depth measures single steps on a GPU: leave --device cpu out")
+	}
+	if c.Engine && f.Spec != "" {
+		return usagef("--engine measures rounds without drafts: leave --spec out")
 	}
 	f.Device = cmp.Or(f.Device, "cuda")
 	l, err := c.load(e, c.Weights, &f)
