@@ -100,6 +100,15 @@ func TestTunedConformance(t *testing.T) {
 	optest.Run(t, stored, tuned())
 }
 
+// As many heads as the official model has: the delta rule's blocks of a verify pass do not fit on the GPU at once.
+func TestTunedHeads(t *testing.T) {
+	open(t, device.Options{}).Close()
+	b := tuned()
+	b.Shapes[0].Name, b.Shapes[0].KeyHeads, b.Shapes[0].ValueHeads = "heads", 16, 48
+	b.Formats = []num.Format{num.BF16, num.FP8RowBF16}
+	optest.Run(t, stored, b)
+}
+
 // Caches and states in fewer bytes, on plain and tuned kernels: the oracle rounds them at the same points. A value that falls to the other side
 // of a rounding point is off by up to 2^-3 in FP8: the oracle disturbed by a relative 1e-6 is at up to 1.5e-2 with such a cache, by 1e-5 at
 // 3.4e-2. A state that is rounded once a pass depends on the rows of passes.

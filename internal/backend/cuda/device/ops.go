@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math"
 	"slices"
+	"unsafe"
 
 	"ninfer/internal/backend"
 	"ninfer/internal/backend/cuda/device/kernels"
@@ -307,7 +308,7 @@ func (s *step) prepareGDN(c *driver.Context, op backend.GDN) (func(*pass) error,
 			return err
 		}
 		if quarters {
-			if err := start(p, kernels.DeltaQuarters, w.ValueHeads, len(p.lanes), 4, 0, &delta); err != nil {
+			if err := p.quarters(w.ValueHeads, &delta); err != nil {
 				return err
 			}
 			shift := kernels.Shift{
@@ -324,6 +325,25 @@ func (s *step) prepareGDN(c *driver.Context, op backend.GDN) (func(*pass) error,
 		}
 		return p.gemv(gated, 4, vd, len(p.rows), out)
 	}, l.err
+}
+
+// quarters launches the delta rule with four blocks a head. In a verify pass the first of the four overwrites the lane's old records, which all
+// of them read when they start. There they start together: behind the end of the kernel before, and with no more lanes in a launch than the
+// GPU has room for.
+func (p *pass) quarters(heads int, params *kernels.DeltaParams) error {
+	if p.s.program.Pass.Kind != backend.Verify {
+		return start(p, kernels.DeltaQuarters, heads, len(p.lanes), 4, 0, params)
+	}
+	const resident = 3 // blocks of 128 threads and up to 168 registers on an SM
+	most := max(1, resident*p.s.d.owner.Device().SMs/(4*heads))
+	for first := 0; first < len(p.lanes); first += most {
+		some := *params
+		some.Lanes += driver.Ptr(first) * driver.Ptr(unsafe.Sizeof(kernels.Lane{}))
+		if err := launch(p, kernels.DeltaQuarters, [3]int{heads, min(most, len(p.lanes)-first), 4}, 0, &some, false); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // brings notes that the program brings a Fixed state forward, and how to fold it outside a pass.

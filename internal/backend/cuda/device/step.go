@@ -220,12 +220,17 @@ func (s *step) compile(c *driver.Context) (err error) {
 	return c.SyncStream(s.d.stream)
 }
 
-// start launches a kernel.
+// start launches a kernel, which may begin before the one ahead of it has ended.
 func start[P any](p *pass, k kernels.ID, x, y, z int, shared uint32, params *P) error {
+	return launch(p, k, [3]int{x, y, z}, shared, params, true)
+}
+
+// launch launches a kernel; with early it may begin before the one ahead of it has ended.
+func launch[P any](p *pass, k kernels.ID, grid [3]int, shared uint32, params *P, early bool) error {
 	if w := p.s.d.watch; w != nil && !w.passes(k.Name()) {
 		return nil
 	}
-	return kernels.Run(p.s.d.set, p.c, p.s.d.stream, k, [3]uint32{uint32(x), uint32(y), uint32(z)}, shared, params, true)
+	return kernels.Run(p.s.d.set, p.c, p.s.d.stream, k, [3]uint32{uint32(grid[0]), uint32(grid[1]), uint32(grid[2])}, shared, params, early)
 }
 
 // Launch queues a step.
