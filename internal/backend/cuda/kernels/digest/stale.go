@@ -1,0 +1,74 @@
+package digest
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json/v2"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+)
+
+// Stale compares the CUDA sources and machine code in the folder dir with its manifest.json, which tools/kernelgen writes, and with the targets
+// (sm_90a) and source names (without .cu) of the generated table. It returns a line for each thing that has parted; none if all belongs together.
+func Stale(dir string, targets, sources []string) []string {
+	var lines []string
+	say := func(format string, args ...any) { lines = append(lines, fmt.Sprintf(format, args...)) }
+	var m struct {
+		Archs   []string
+		Headers map[string]string
+		Kernels map[string]struct{ Source, Fatbin string }
+	}
+	text, err := os.ReadFile(filepath.Join(dir, "manifest.json"))
+	if err == nil {
+		err = json.Unmarshal(text, &m, json.MatchCaseInsensitiveNames(true))
+	}
+	if err != nil {
+		return []string{err.Error()}
+	}
+	check := func(name, want string) {
+		b, err := os.ReadFile(filepath.Join(dir, name))
+		if err != nil {
+			say("%v", err)
+			return
+		}
+		sum := Source(string(b))
+		if filepath.Ext(name) == ".fatbin" {
+			s := sha256.Sum256(b)
+			sum = hex.EncodeToString(s[:])
+		}
+		if sum != want {
+			say("%s is not what the machine code was made from: run tools/kernelgen -dir with its folder", name)
+		}
+	}
+	if have, want := "sm_"+strings.Join(m.Archs, " sm_"), strings.Join(targets, " "); have != want {
+		say("machine code for %s, want %s", have, want)
+	}
+	files, _ := filepath.Glob(filepath.Join(dir, "*"))
+	found := 0
+	for _, f := range files {
+		switch name := filepath.Base(f); filepath.Ext(name) {
+		case ".cu":
+			found++
+			kernel := m.Kernels[strings.TrimSuffix(name, ".cu")]
+			check(name, kernel.Source)
+			check(filepath.Join("fatbin", strings.TrimSuffix(name, ".cu")+".fatbin"), kernel.Fatbin)
+		case ".cuh", ".h":
+			check(name, m.Headers[name])
+			delete(m.Headers, name)
+		}
+	}
+	for name := range m.Headers {
+		say("%s is in the manifest only", name)
+	}
+	if found != len(m.Kernels) || found != len(sources) {
+		say("%d sources, %d in the manifest, %d in the table", found, len(m.Kernels), len(sources))
+	}
+	for _, s := range sources {
+		if _, ok := m.Kernels[s]; !ok {
+			say("%s.cu is in the table and not in the manifest", s)
+		}
+	}
+	return lines
+}
