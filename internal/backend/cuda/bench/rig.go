@@ -32,11 +32,7 @@ func must(err error) {
 func newRig(c *driver.Context, code fs.FS) *rig {
 	r := &rig{c: c, replay: 11}
 	var err error
-	if code != nil {
-		r.set, err = kernels.LoadFrom(c, code)
-	} else {
-		r.set, err = kernels.Load(c)
-	}
+	r.set, err = kernels.Load(c, code)
 	must(err)
 	r.s, err = c.NewStream()
 	must(err)
@@ -77,7 +73,7 @@ const (
 
 func (r *rig) fill(p driver.Ptr, count uint64, kind uint32, scale float32) driver.Ptr {
 	r.seed++
-	must(kernels.Run(r.set, r.c, r.s, kernels.Plan{Kernel: kernels.Fill, Grid: 1024},
+	must(r.set.Run(r.c, r.s, kernels.Plan{Kernel: kernels.Fill, Grid: 1024},
 		&kernels.FillParams{Dst: p, Count: count, Kind: kind, Seed: r.seed, Scale: scale}, false))
 	return p
 }
@@ -87,7 +83,7 @@ func (r *rig) bf16(n uint64, scale float32) driver.Ptr {
 }
 
 func launch[P any](r *rig, plan kernels.Plan, p *P) {
-	must(kernels.Run(r.set, r.c, r.s, plan, p, true))
+	must(r.set.Run(r.c, r.s, plan, p, true))
 }
 
 // timing is the in-chain time of one launch in microseconds.

@@ -27,24 +27,18 @@ type Set struct {
 
 // Load loads the committed machine code, or that of another folder.
 func Load(c *driver.Context, code fs.FS) (*Set, error) {
-	s := &Set{shared: c.Device.SharedPerBlock, sms: c.Device.SMs, wide: c.Device.Major == 9}
-	var err error
-	if code != nil {
-		s.k, err = kernels.LoadFrom(c, code)
-	} else {
-		s.k, err = kernels.Load(c)
-	}
+	k, err := kernels.Load(c, code)
 	if err != nil {
 		return nil, err
 	}
-	return s, nil
+	return &Set{k: k, shared: c.Device.SharedPerBlock, sms: c.Device.SMs, wide: c.Device.Major == 9}, nil
 }
 
 // Unload frees the machine code.
 func (s *Set) Unload(c *driver.Context) error { return s.k.Unload(c) }
 
 func run[P any](s *Set, c *driver.Context, st driver.Stream, k kernels.ID, x, y, shared int, params *P) error {
-	return kernels.Run(s.k, c, st, k, [3]uint32{uint32(x), uint32(y), 1}, uint32(shared), params, true)
+	return s.k.Run(c, st, k, [3]uint32{uint32(x), uint32(y), 1}, uint32(shared), params, true)
 }
 
 func tiles(n, size int) int { return (n + size - 1) / size }

@@ -191,21 +191,11 @@ func (d *Device) alloc(c *driver.Context, what string, bytes uint64) (driver.Ptr
 
 func (d *Device) reserve(c *driver.Context) (err error) {
 	c.Reserve = d.opt.Reserve
-	if d.opt.Code != nil {
-		d.set, err = kernels.LoadFrom(c, d.opt.Code)
-	} else {
-		d.set, err = kernels.Load(c)
-	}
-	if err != nil {
+	if d.set, err = kernels.Load(c, d.opt.Code); err != nil {
 		return err
 	}
 	if !d.opt.Plain {
-		if d.opt.Tuned != nil {
-			d.tuned, err = tuned.LoadFrom(c, d.opt.Tuned)
-		} else {
-			d.tuned, err = tuned.Load(c)
-		}
-		if err != nil {
+		if d.tuned, err = tuned.Load(c, d.opt.Tuned); err != nil {
 			return err
 		}
 	}

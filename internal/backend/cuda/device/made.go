@@ -65,7 +65,7 @@ func (d *Device) words(c *driver.Context, dst driver.Ptr, p kernels.WordsParams)
 	d.seed++
 	p.Dst, p.Seed = dst, d.seed
 	blocks := min(uint64(8*d.owner.Device().SMs), (p.Bytes+2047)/2048)
-	return kernels.Run(d.set, c, d.stream, kernels.Words, [3]uint32{uint32(blocks), 1, 1}, 0, &p, false)
+	return d.set.Run(c, d.stream, kernels.Words, [3]uint32{uint32(blocks), 1, 1}, 0, &p, false)
 }
 
 // Fill makes an image of so many tokens of random data, as if a text of that length had been read: for measuring speed at lengths that
@@ -213,7 +213,7 @@ func (d *Device) ReadRate() (rate float64, err error) {
 					return err
 				}
 				for range each {
-					if err := tuned.Run(d.tuned, c, d.stream, plan, &q, true); err != nil {
+					if err := d.tuned.Run(c, d.stream, plan, &q, true); err != nil {
 						return err
 					}
 				}

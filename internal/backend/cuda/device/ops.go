@@ -357,7 +357,7 @@ func (s *step) folder(k kernels.ID, grid int, shared uint32, params kernels.Conv
 	return func(d *Device, c *driver.Context, lane driver.Ptr) error {
 		q := params
 		*lanes(&q) = lane
-		return kernels.Run(d.set, c, d.stream, k, [3]uint32{uint32(grid), 1, 1}, shared, &q, true)
+		return d.set.Run(c, d.stream, k, [3]uint32{uint32(grid), 1, 1}, shared, &q, true)
 	}
 }
 
@@ -365,7 +365,7 @@ func (s *step) folderDelta(heads int, shared uint32, params kernels.DeltaParams)
 	return func(d *Device, c *driver.Context, lane driver.Ptr) error {
 		q := params
 		q.Lanes = lane
-		return kernels.Run(d.set, c, d.stream, kernels.Delta, [3]uint32{uint32(heads), 1, 1}, shared, &q, true)
+		return d.set.Run(c, d.stream, kernels.Delta, [3]uint32{uint32(heads), 1, 1}, shared, &q, true)
 	}
 }
 

@@ -230,7 +230,7 @@ func launch[P any](p *pass, k kernels.ID, grid [3]int, shared uint32, params *P,
 	if w := p.s.d.watch; w != nil && !w.passes(k.Name()) {
 		return nil
 	}
-	return kernels.Run(p.s.d.set, p.c, p.s.d.stream, k, [3]uint32{uint32(grid[0]), uint32(grid[1]), uint32(grid[2])}, shared, params, early)
+	return p.s.d.set.Run(p.c, p.s.d.stream, k, [3]uint32{uint32(grid[0]), uint32(grid[1]), uint32(grid[2])}, shared, params, early)
 }
 
 // Launch queues a step.

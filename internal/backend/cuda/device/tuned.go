@@ -19,7 +19,7 @@ func tunedRun[P any](p *pass, plan kernels.Plan, params *P) error {
 	if w := p.s.d.watch; w != nil && !w.passes(plan.Kernel.Name()) {
 		return nil
 	}
-	return kernels.Run(p.s.d.tuned, p.c, p.s.d.stream, plan, params, true)
+	return p.s.d.tuned.Run(p.c, p.s.d.stream, plan, params, true)
 }
 
 // stored is a matrix as the tuned kernels see it.
@@ -301,7 +301,7 @@ func (d *Device) repack(c *driver.Context, w backend.Weight, paired bool) (bank,
 		if paired {
 			p.Paired = 1
 		}
-		if err := kernels.Run(d.tuned, c, d.stream, kernels.Repack(p.N, p.K, p.Count), &p, false); err != nil {
+		if err := d.tuned.Run(c, d.stream, kernels.Repack(p.N, p.K, p.Count), &p, false); err != nil {
 			return bank{}, err
 		}
 	}

@@ -271,7 +271,7 @@ func TestExperts(t *testing.T) {
 // Packed banks are what the decode kernels' repacking makes.
 func TestRepack(t *testing.T) {
 	withGPU(t, "none", func(g *gpu) {
-		set, err := tuned.Load(g.c)
+		set, err := tuned.Load(g.c, nil)
 		g.check(err)
 		rng := rand.New(rand.NewPCG(11, 12))
 		for _, paired := range []bool{true, false} {
@@ -283,7 +283,7 @@ func TestRepack(t *testing.T) {
 			if paired {
 				p.Paired = 1
 			}
-			g.check(tuned.Run(set, g.c, g.s, tuned.Repack(256, 384, 3), &p, false))
+			g.check(set.Run(g.c, g.s, tuned.Repack(256, 384, 3), &p, false))
 			got := download[byte](g, out, size)
 			if !slices.Equal(got, b.tiles(16, paired)) && (paired || !slices.Equal(got, b.tiles(8, false))) {
 				t.Errorf("paired %v: repacked experts are in no known layout", paired)

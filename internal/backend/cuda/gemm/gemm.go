@@ -41,7 +41,7 @@ type Set struct {
 
 // launch starts a kernel of this package.
 func launch[P any](s *Set, c *driver.Context, st driver.Stream, k kernels.ID, grid [3]uint32, shared uint32, params *P) error {
-	err := kernels.Run(s.kernels, c, st, k, grid, shared, params)
+	err := s.kernels.Run(c, st, k, grid, shared, params, false)
 	if s.Trace != nil {
 		s.Trace(k.Name())
 	}

@@ -51,7 +51,7 @@ func withGPU(t *testing.T, f func(g *gpu)) {
 		t.Fatal(err)
 	}
 	defer o.Close()
-	var code fs.FS = fatbins
+	var code fs.FS
 	if *codeFlag != "" {
 		code = os.DirFS(*codeFlag)
 	}
@@ -66,7 +66,7 @@ func withGPU(t *testing.T, f func(g *gpu)) {
 				panic(p)
 			}
 		}()
-		set, err := LoadFrom(c, code)
+		set, err := Load(c, code)
 		if err != nil {
 			return err
 		}
@@ -139,7 +139,7 @@ func (g *gpu) poisoned(n int) driver.Ptr {
 
 func run[P any](g *gpu, plan Plan, p *P, pdl bool) {
 	g.t.Helper()
-	g.check(Run(g.set, g.c, g.s, plan, p, pdl))
+	g.check(g.set.Run(g.c, g.s, plan, p, pdl))
 }
 
 // ---- formats, written from the specification for the tests alone ----

@@ -10,7 +10,7 @@ import (
 
 // The committed machine code was made from the committed sources: a change of one without the other fails here, without a compiler.
 func TestManifest(t *testing.T) {
-	for _, line := range digest.Stale(".", []string{"sm_90a", "sm_120a"}, sources) {
+	for _, line := range digest.Stale(".", []string{"sm_90a", "sm_120a"}, table.Sources) {
 		t.Error(line)
 	}
 }
@@ -32,10 +32,10 @@ func TestResources(t *testing.T) {
 			t.Errorf("%s on %s spills %s bytes", f[1], f[2], f[6])
 		}
 	}
-	for _, k := range table {
-		for _, a := range archs {
-			if !seen[k.name+" "+a] {
-				t.Errorf("%s on %s is not in the report", k.name, a)
+	for _, k := range table.Kernels {
+		for _, a := range table.Archs {
+			if !seen[k.Name+" "+a] {
+				t.Errorf("%s on %s is not in the report", k.Name, a)
 			}
 		}
 	}

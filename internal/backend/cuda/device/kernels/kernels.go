@@ -7,29 +7,14 @@ package kernels
 
 import (
 	"embed"
-	"fmt"
 	"io/fs"
-	"runtime"
-	"slices"
-	"unsafe"
 
+	"ninfer/internal/backend/cuda/code"
 	"ninfer/internal/backend/cuda/driver"
 )
 
 //go:embed fatbin/*.fatbin
 var fatbins embed.FS
-
-type kernelInfo struct {
-	name, source string
-	threads      uint32
-}
-
-func sizeOf[T any]() uintptr { var v T; return unsafe.Sizeof(v) }
-
-func offset[T, F any](f func(*T) *F) uintptr {
-	v := new(T)
-	return uintptr(unsafe.Pointer(f(v))) - uintptr(unsafe.Pointer(v))
-}
 
 // Format is a stored format as the kernels number it.
 type Format uint32
@@ -93,96 +78,9 @@ func ProjectShared(e4m3 bool, depth, r, k, n, blocks int) int {
 const MaxRows = 8
 
 // Set is the loaded kernels of one context.
-type Set struct {
-	funcs [kernelCount]driver.Func
-	mods  []driver.Module
-}
+type Set = code.Set[ID]
 
-// Load loads the committed machine code into c. It fails with *driver.ArchError on a GPU there is no code for.
-func Load(c *driver.Context) (*Set, error) { return LoadFrom(c, fatbins) }
-
-// LoadFrom is Load with machine code from another place: a folder with a subfolder fatbin that kernelgen has just written.
-func LoadFrom(c *driver.Context, code fs.FS) (*Set, error) {
-	if !slices.Contains(archs, c.Device.Arch()+"a") {
-		return nil, &driver.ArchError{Device: c.Device.Name, Have: c.Device.Arch(), Need: archs}
-	}
-	s := &Set{}
-	mods := map[string]driver.Module{}
-	for _, src := range sources {
-		image, err := fs.ReadFile(code, "fatbin/"+src+".fatbin")
-		if err != nil {
-			return nil, fmt.Errorf("cuda: kernels of %s.cu are not compiled: %w", src, err)
-		}
-		if mods[src], err = c.Load(image); err != nil {
-			return nil, fmt.Errorf("cuda: load kernels of %s.cu: %w", src, err)
-		}
-		s.mods = append(s.mods, mods[src])
-	}
-	for i, k := range table {
-		f, err := c.Function(mods[k.source], k.name)
-		if err != nil {
-			return nil, fmt.Errorf("cuda: kernel %s: %w", k.name, err)
-		}
-		s.funcs[i] = f
-		if !slices.Contains([]ID{Delta, ProjectBf16, ProjectBf16Deep, ProjectE4m3, ProjectE4m3Deep}, ID(i)) {
-			continue
-		}
-		info, err := c.Info(f)
-		if err == nil {
-			err = c.AllowShared(f, int(c.Device.SharedPerBlock)-info.Shared)
-		}
-		if err != nil {
-			return nil, fmt.Errorf("cuda: kernel %s: %w", k.name, err)
-		}
-	}
-	return s, s.checkLayout(c)
-}
-
-// checkLayout compares the parameter structs of the two compilers.
-func (s *Set) checkLayout(c *driver.Context) error {
-	p, err := c.Alloc("struct sizes", uint64(4*len(layout)))
-	if err != nil {
-		return err
-	}
-	defer func() { _ = c.Free(p) }()
-	if err := Run(s, c, 0, Sizes, [3]uint32{1, 1, 1}, 0, &SizesParams{Out: p, N: uint32(len(layout))}, false); err != nil {
-		return err
-	}
-	got := make([]byte, 4*len(layout))
-	if err := c.ToHost(0, got, p); err != nil {
-		return err
-	}
-	if err := c.Synchronize(); err != nil {
-		return err
-	}
-	for i, want := range layout {
-		if v := uintptr(got[4*i]) | uintptr(got[4*i+1])<<8 | uintptr(got[4*i+2])<<16; v != want {
-			return fmt.Errorf("cuda: parameter structs differ between the compilers at entry %d: %d, want %d: run tools/kernelgen", i, v, want)
-		}
-	}
-	return nil
-}
-
-// Unload frees the machine code.
-func (s *Set) Unload(c *driver.Context) error {
-	for _, m := range s.mods {
-		if err := c.Unload(m); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// Name is the kernel's name.
-func (k ID) Name() string { return table[k].name }
-
-// Run launches a kernel on a stream. params is the kernel's struct; pdl lets it start before its predecessor has ended.
-func Run[P any](s *Set, c *driver.Context, st driver.Stream, k ID, grid [3]uint32, shared uint32, params *P, pdl bool) error {
-	l := driver.Launch{Func: s.funcs[k], Grid: grid, Block: [3]uint32{table[k].threads, 1, 1}, Shared: shared, PDL: pdl}
-	err := c.Launch(st, &l, unsafe.Pointer(params), unsafe.Sizeof(*params))
-	runtime.KeepAlive(params)
-	if err != nil {
-		return fmt.Errorf("cuda: kernel %s: %w", table[k].name, err)
-	}
-	return nil
+// Load loads the machine code into c: the committed one, or that of files. It fails with *driver.ArchError on a GPU there is no code for.
+func Load(c *driver.Context, files fs.FS) (*Set, error) {
+	return code.Load(c, &table, files, []ID{Delta, ProjectBf16, ProjectBf16Deep, ProjectE4m3, ProjectE4m3Deep})
 }

@@ -184,7 +184,7 @@ const (
 func (b *bench) fill(n, size int, kind uint32, scale float32) driver.Ptr {
 	p := b.alloc(n * size)
 	b.seed++
-	must(kernels.Run(b.fillers, b.c, b.s, kernels.Fill, [3]uint32{2048, 1, 1}, 0, &kernels.FillParams{Dst: p, Count: uint64(n), Kind: kind, Seed: b.seed, Scale: scale}))
+	must(b.fillers.Run(b.c, b.s, kernels.Fill, [3]uint32{2048, 1, 1}, 0, &kernels.FillParams{Dst: p, Count: uint64(n), Kind: kind, Seed: b.seed, Scale: scale}, false))
 	return p
 }
 

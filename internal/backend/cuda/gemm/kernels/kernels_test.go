@@ -8,7 +8,7 @@ import (
 
 // The committed machine code belongs to the sources beside it.
 func TestFresh(t *testing.T) {
-	for _, line := range digest.Stale(".", archs, sources) {
+	for _, line := range digest.Stale(".", table.Archs, table.Sources) {
 		t.Error(line)
 	}
 }

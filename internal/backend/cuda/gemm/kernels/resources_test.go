@@ -23,10 +23,10 @@ func TestResources(t *testing.T) {
 			t.Errorf("%s on %s spills %s bytes", f[1], f[2], f[6])
 		}
 	}
-	for _, k := range table {
-		for _, a := range archs {
-			if !seen[k.name+" "+a] {
-				t.Errorf("%s on %s is not in the report", k.name, a)
+	for _, k := range table.Kernels {
+		for _, a := range table.Archs {
+			if !seen[k.Name+" "+a] {
+				t.Errorf("%s on %s is not in the report", k.Name, a)
 			}
 		}
 	}
