@@ -21,6 +21,7 @@ type Round struct {
 	Rounds      int // of a repetition
 	Repetitions int
 	Warmup      int
+	Kernels     bool // also say where the time of both kinds of pass goes
 	Formats     Formats
 }
 
@@ -42,6 +43,11 @@ type RoundRow struct {
 	ReadGBps      float64 `json:"read_gbps"`
 	FloorMs       float64 `json:"floor_ms"`
 	Ratio         float64 `json:"ratio"`
+	// Replays of the verify pass and of a draft pass of one row, in microseconds of the GPU, and what their kernels take.
+	VerifyGPU     float64             `json:"us_verify_gpu"`
+	DraftGPU      float64             `json:"us_draft_gpu"`
+	VerifyKernels []device.KernelTime `json:"verify_kernels,omitzero"`
+	DraftKernels  []device.KernelTime `json:"draft_kernels,omitzero"`
 }
 
 // Measure runs a Round on a device with room for it; readRate is as in Decode.
@@ -86,8 +92,7 @@ func (t Round) Measure(ctx context.Context, m *model.Model, dev *device.Device, 
 		return err
 	}
 	var drafting, verifying time.Duration
-	one := func(n int) error {
-		start := time.Now()
+	place := func() {
 		for i := range first {
 			at := dev.Lengths(backend.Lane(i))
 			tokens := make([]int32, at.Target-at.Drafter)
@@ -97,6 +102,10 @@ func (t Round) Measure(ctx context.Context, m *model.Model, dev *device.Device, 
 			first[i] = backend.LaneRows{Lane: i, Tokens: tokens, Want: backend.WantLast}
 			verify[i] = backend.LaneRows{Lane: i, Tokens: tokens[len(tokens)-1:], Positions: model.Positions(at.Target, t.Drafts+1), Want: backend.WantAll}
 		}
+	}
+	one := func(keep func(lane int) int) error {
+		start := time.Now()
+		place()
 		q, err := dev.Chain(steps[1], &backend.Control{Lanes: first}, t.Drafts-1)
 		if err != nil {
 			return err
@@ -113,7 +122,7 @@ func (t Round) Measure(ctx context.Context, m *model.Model, dev *device.Device, 
 			return err
 		}
 		for i := range verify {
-			if err := dev.Commit(i, 1+(n+i)%(t.Drafts+1)); err != nil {
+			if err := dev.Commit(i, keep(i)); err != nil {
 				return err
 			}
 		}
@@ -121,6 +130,7 @@ func (t Round) Measure(ctx context.Context, m *model.Model, dev *device.Device, 
 		verifying += time.Since(middle)
 		return nil
 	}
+	inTurn := func(n int) func(int) int { return func(lane int) int { return 1 + (n+lane)%(t.Drafts+1) } }
 	for r := range t.Warmup + t.Repetitions {
 		if err := fill(); err != nil {
 			return row, err
@@ -133,7 +143,7 @@ func (t Round) Measure(ctx context.Context, m *model.Model, dev *device.Device, 
 		}
 		start := time.Now()
 		for n := range t.Rounds {
-			if err := one(n); err != nil {
+			if err := one(inTurn(n)); err != nil {
 				return row, err
 			}
 		}
@@ -147,7 +157,7 @@ func (t Round) Measure(ctx context.Context, m *model.Model, dev *device.Device, 
 	const looks = 8
 	var mixtures [2]int
 	for n := range looks {
-		if err := one(n); err != nil {
+		if err := one(inTurn(n)); err != nil {
 			return row, err
 		}
 		for i, sum := range []*float64{&row.Distinct, &row.DraftDistinct} {
@@ -181,5 +191,21 @@ func (t Round) Measure(ctx context.Context, m *model.Model, dev *device.Device, 
 	row.ReadGBps = *readRate / 1e9
 	row.FloorMs = row.Bytes / *readRate * 1e3
 	row.Ratio = row.FloorMs * 1e3 / row.Microseconds
-	return row, nil
+	if err := one(func(int) int { return 1 }); err != nil { // so that draft passes have one row
+		return row, err
+	}
+	place()
+	const replays = 5
+	var err error
+	if row.DraftKernels, row.DraftGPU, err = dev.Kernels(steps[1], &backend.Control{Lanes: first}, replays, t.Kernels); err != nil {
+		return row, err
+	}
+	for i := range verify {
+		verify[i].Tokens = make([]int32, t.Drafts+1)
+		for j := range verify[i].Tokens {
+			verify[i].Tokens[j] = corpus[(97*j+31*i)%len(corpus)]
+		}
+	}
+	row.VerifyKernels, row.VerifyGPU, err = dev.Kernels(steps[0], &backend.Control{Lanes: verify}, replays, t.Kernels)
+	return row, err
 }

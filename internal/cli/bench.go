@@ -288,7 +288,7 @@ func (c *benchCommand) depth(e *environment, l *loaded, m *model.Model, f modelF
 	for _, n := range lengths {
 		formats := bench.Formats{KV: f.cache(), BF16State: f.GDNStateDtype == "bf16"}
 		if f.Spec != "" {
-			if err := c.rounds(e, l, m, f, dev, bench.Round{Context: n, Batch: batch, Rounds: c.Steps, Repetitions: c.Repetitions, Warmup: c.Warmup, Formats: formats}, &rate, corpus, report); err != nil {
+			if err := c.rounds(e, l, m, f, dev, bench.Round{Context: n, Batch: batch, Rounds: c.Steps, Repetitions: c.Repetitions, Warmup: c.Warmup, Kernels: c.Kernels, Formats: formats}, &rate, corpus, report); err != nil {
 				return err
 			}
 			continue
@@ -438,18 +438,23 @@ func (r benchReport) decodes(w io.Writer) error {
 			f.Bytes/1e6, f.FloorMs*1000, f.Ratio, f.PowerWatts, f.LimitWatts, f.SMClock, f.MemClock)
 	}
 	for _, d := range r.Decode {
-		if d.Kernels == nil {
-			continue
-		}
-		fmt.Fprintf(t, "\n%d tokens, %d at a time\tlaunches\tus together\tus each\n", d.Context, d.Batch)
-		sum := 0.0
-		for _, k := range d.Kernels {
-			fmt.Fprintf(t, "%s\t%d\t%.1f\t%.2f\n", k.Name, k.Launches, k.Microseconds, k.Microseconds/float64(k.Launches))
-			sum += k.Microseconds
-		}
-		fmt.Fprintf(t, "sum\t\t%.1f\t of %.1f\n", sum, d.GPU)
+		kernelTable(t, fmt.Sprintf("%d tokens, %d at a time", d.Context, d.Batch), d.Kernels, d.GPU)
 	}
 	return t.Flush()
+}
+
+// kernelTable tells where the time of a pass goes, if that was measured.
+func kernelTable(w io.Writer, pass string, list []device.KernelTime, whole float64) {
+	if list == nil {
+		return
+	}
+	fmt.Fprintf(w, "\n%s\tlaunches\tus together\tus each\n", pass)
+	sum := 0.0
+	for _, k := range list {
+		fmt.Fprintf(w, "%s\t%d\t%.1f\t%.2f\n", k.Name, k.Launches, k.Microseconds, k.Microseconds/float64(k.Launches))
+		sum += k.Microseconds
+	}
+	fmt.Fprintf(w, "sum\t\t%.1f\t of %.1f\n", sum, whole)
 }
 
 func (r benchReport) table(w io.Writer) error {

@@ -84,10 +84,15 @@ func (c *benchCommand) rounds(e *environment, l *loaded, m *model.Model, f model
 func (r benchReport) rounds(w io.Writer) error {
 	fmt.Fprintf(w, "memory read at %.0f GB/s\n\n", r.ReadGBps)
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(t, "tokens\tbatch\tdrafts\tus a round\tverify\tdrafting\texperts\tof a draft\tMB\tfloor us\tratio")
+	fmt.Fprintln(t, "tokens\tbatch\tdrafts\tus a round\tverify\tdrafting\texperts\tof a draft\tMB\tfloor us\tratio\tverify on the GPU\tdraft")
 	for _, d := range r.Rounds {
-		fmt.Fprintf(t, "%d\t%d\t%d\t%.1f\t%.1f\t%.1f\t%.1f\t%.1f\t%.0f\t%.1f\t%.3f\n", d.Context, d.Batch, d.Drafts, d.Microseconds, d.Verify, d.Drafting, d.Distinct,
-			d.DraftDistinct, d.Bytes/1e6, d.FloorMs*1000, d.Ratio)
+		fmt.Fprintf(t, "%d\t%d\t%d\t%.1f\t%.1f\t%.1f\t%.1f\t%.1f\t%.0f\t%.1f\t%.3f\t%.1f\t%.1f\n", d.Context, d.Batch, d.Drafts, d.Microseconds, d.Verify, d.Drafting, d.Distinct,
+			d.DraftDistinct, d.Bytes/1e6, d.FloorMs*1000, d.Ratio, d.VerifyGPU, d.DraftGPU)
+	}
+	for _, d := range r.Rounds {
+		pass := fmt.Sprintf("%d tokens, %d at a time, %d drafts", d.Context, d.Batch, d.Drafts)
+		kernelTable(t, pass+": verify", d.VerifyKernels, d.VerifyGPU)
+		kernelTable(t, pass+": a draft", d.DraftKernels, d.DraftGPU)
 	}
 	return t.Flush()
 }
