@@ -91,9 +91,9 @@ func makeKV(r *rand.Rand, p paged, heads, tokens int, fp8 bool) *kv {
 
 func (c *kv) upload(g *gpu, p paged) chunk.Cache {
 	if c.kc != nil {
-		return chunk.Cache{Keys: upload(g, c.kc), Values: upload(g, c.vc), KeyScales: upload(g, c.ks), ValueScales: upload(g, c.vs), Pages: upload(g, p.table)}
+		return chunk.Cache{Keys: g.Upload(c.kc), Values: g.Upload(c.vc), KeyScales: g.Upload(c.ks), ValueScales: g.Upload(c.vs), Pages: g.Upload(p.table)}
 	}
-	return chunk.Cache{Keys: upload(g, c.k), Values: upload(g, c.v), Pages: upload(g, p.table)}
+	return chunk.Cache{Keys: g.Upload(c.k), Values: g.Upload(c.v), Pages: g.Upload(p.table)}
 }
 
 // attended is soft-max attention of one query over tokens, times the sigmoid of its gate.
@@ -182,13 +182,13 @@ func TestAttendAll(t *testing.T) {
 			gw, gates := words(normal(r, c.rows*c.shape.Heads*512, 2))
 			ld := c.shape.Heads*256 + 8
 			a := chunk.Attend{
-				AttentionShape: c.shape, Cache: cache.upload(g, p), Rows: c.rows, Base: c.base, Q: upload(g, qw), Qg: upload(g, gw), QgLd: c.shape.Heads * 512,
-				Out: g.poisoned(2 * c.rows * ld), OutLd: ld,
+				AttentionShape: c.shape, Cache: cache.upload(g, p), Rows: c.rows, Base: c.base, Q: g.Upload(qw), Qg: g.Upload(gw), QgLd: c.shape.Heads * 512,
+				Out: g.Poisoned(2 * c.rows * ld), OutLd: ld,
 			}
 			for _, a.Plain = range []bool{true, false} {
-				g.check(g.c.Set(g.s, a.Out, 0xff, uint64(2*c.rows*ld)))
-				g.check(g.set.Attend(g.c, g.s, &a))
-				got := download[uint16](g, a.Out, c.rows*ld)
+				g.Check(g.C.Set(g.S, a.Out, 0xff, uint64(2*c.rows*ld)))
+				g.Check(g.set.Attend(g.C, g.S, &a))
+				got := g.Download[uint16](a.Out, c.rows*ld)
 				worst := cache.check(got, ld, q, gates, c.rows, c.shape.Heads, max(1, c.rows/97), func(row int) []int { return upTo(c.base + row + 1) })
 				what := fmt.Sprintf("%d/%d heads, %d rows at %d, fp8 %v, plain %v: %.2g", c.shape.Heads, c.shape.KVHeads, c.rows, c.base, c.fp8, a.Plain, worst)
 				if !(worst <= 3e-3) {
@@ -197,7 +197,7 @@ func TestAttendAll(t *testing.T) {
 					t.Log(what)
 				}
 			}
-			g.free()
+			g.Free(0)
 		}
 	})
 }
@@ -213,9 +213,9 @@ func BenchmarkAttendAll(b *testing.B) {
 				qw, _ := words(normal(r, 24*256*64, 1.5))
 				a := chunk.Attend{
 					AttentionShape: officialAttention, Cache: cache.upload(g, p), Rows: rows, Q: repeated(g, qw, rows*24*256), Qg: repeated(g, qw, rows*24*512), QgLd: 24 * 512,
-					Out: g.alloc(2 * rows * 24 * 256), OutLd: 24 * 256, Plain: plain,
+					Out: g.Alloc(2 * rows * 24 * 256), OutLd: 24 * 256, Plain: plain,
 				}
-				us := g.time(5, 20, func() error { return g.set.Attend(g.c, g.s, &a) })
+				us := g.time(5, 20, func() error { return g.set.Attend(g.C, g.S, &a) })
 				b.ReportMetric(us, "µs/layer")
 				b.ReportMetric(float64(rows)*float64(rows)/2*24*256*4/us/1e6, "TFLOP/s")
 				b.ReportMetric(0, "ns/op")

@@ -167,7 +167,7 @@ func TestDelta(t *testing.T) {
 			} else {
 				t.Logf("%s: outputs %.2g, state %.2g", what, worstOut, worstState)
 			}
-			g.free()
+			g.Free(0)
 		}
 	})
 }
@@ -183,18 +183,18 @@ func checkDelta(g *gpu, n *net, calls []int, half, plain bool) (out, state float
 	}
 	d := chunk.Delta{
 		DeltaShape: s, XLd: ld, ZLd: vd, ALd: s.Heads, OutLd: vd + 8, Eps: 1e-6, HalfState: half, Plain: plain,
-		Conv: upload(g, floats(n.conv)), Alog: upload(g, floats(n.alog)), Dt: upload(g, floats(n.dt)), Norm: upload(g, floats(n.norm)),
-		Window: upload(g, n.windowW), Work: g.poisoned(int(s.Workspace(n.rows))),
+		Conv: g.Upload(floats(n.conv)), Alog: g.Upload(floats(n.alog)), Dt: g.Upload(floats(n.dt)), Norm: g.Upload(floats(n.norm)),
+		Window: g.Upload(n.windowW), Work: g.Poisoned(int(s.Workspace(n.rows))),
 	}
 	inPlace := n.rows%2 == 1
 	if inPlace {
 		d.OutLd = vd
 	}
-	x, z, a, b, o := upload(g, xw), upload(g, n.zw), upload(g, n.aw), upload(g, n.bw), g.poisoned(2*n.rows*d.OutLd)
+	x, z, a, b, o := g.Upload(xw), g.Upload(n.zw), g.Upload(n.aw), g.Upload(n.bw), g.Poisoned(2*n.rows*d.OutLd)
 	if half {
-		d.State = upload(g, n.stateW)
+		d.State = g.Upload(n.stateW)
 	} else {
-		d.State = upload(g, floats(n.state))
+		d.State = g.Upload(floats(n.state))
 	}
 	first := 0
 	for _, rows := range calls {
@@ -204,20 +204,20 @@ func checkDelta(g *gpu, n *net, calls []int, half, plain bool) (out, state float
 		if inPlace {
 			d.Out = d.Z
 		}
-		g.check(g.set.Delta(g.c, g.s, &d))
+		g.Check(g.set.Delta(g.C, g.S, &d))
 		first += rows
 	}
 	if inPlace {
 		o = z
 	}
-	got := fromWords(download[uint16](g, o, n.rows*d.OutLd))
+	got := fromWords(g.Download[uint16](o, n.rows*d.OutLd))
 	var gotState []float64
 	if half {
-		gotState = fromWords(download[uint16](g, d.State, len(n.state)))
+		gotState = fromWords(g.Download[uint16](d.State, len(n.state)))
 	} else {
-		gotState = fromFloats(download[float32](g, d.State, len(n.state)))
+		gotState = fromFloats(g.Download[float32](d.State, len(n.state)))
 	}
-	gotWindow := download[uint16](g, d.Window, 3*n.width)
+	gotWindow := g.Download[uint16](d.Window, 3*n.width)
 	n.run()
 	for r := range n.rows {
 		v := distance(got[r*d.OutLd:][:vd], n.out[r*vd:][:vd])
@@ -249,12 +249,12 @@ func BenchmarkDelta(b *testing.B) {
 				n := makeNet(rand.New(rand.NewPCG(1, 2)), shape, min(rows, 512), false, true)
 				ld, vd := n.width, shape.Heads*shape.Dim
 				d := chunk.Delta{
-					DeltaShape: shape, Rows: rows, XLd: ld, ZLd: vd, ALd: shape.Heads, OutLd: vd, Eps: 1e-6, Conv: upload(g, floats(n.conv)), Alog: upload(g, floats(n.alog)),
-					Dt: upload(g, floats(n.dt)), Norm: upload(g, floats(n.norm)), Window: upload(g, n.windowW), State: upload(g, floats(n.state)),
+					DeltaShape: shape, Rows: rows, XLd: ld, ZLd: vd, ALd: shape.Heads, OutLd: vd, Eps: 1e-6, Conv: g.Upload(floats(n.conv)), Alog: g.Upload(floats(n.alog)),
+					Dt: g.Upload(floats(n.dt)), Norm: g.Upload(floats(n.norm)), Window: g.Upload(n.windowW), State: g.Upload(floats(n.state)),
 					X: repeated(g, n.xw, rows*ld), Z: repeated(g, n.zw, rows*vd), A: repeated(g, n.aw, rows*shape.Heads), B: repeated(g, n.bw, rows*shape.Heads),
-					Out: g.alloc(2 * rows * vd), Work: g.alloc(int(shape.Workspace(rows))), Plain: plain,
+					Out: g.Alloc(2 * rows * vd), Work: g.Alloc(int(shape.Workspace(rows))), Plain: plain,
 				}
-				us := g.time(5, 20, func() error { return g.set.Delta(g.c, g.s, &d) })
+				us := g.time(5, 20, func() error { return g.set.Delta(g.C, g.S, &d) })
 				b.ReportMetric(us, "µs/layer")
 				b.ReportMetric(us/float64(rows)*1000, "ns/token")
 				b.ReportMetric(0, "ns/op")
@@ -269,5 +269,5 @@ func repeated(g *gpu, v []uint16, n int) driver.Ptr {
 	for i := 0; i < n; i += len(v) {
 		copy(w[i:], v)
 	}
-	return upload(g, w)
+	return g.Upload(w)
 }

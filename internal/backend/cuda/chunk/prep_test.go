@@ -108,29 +108,29 @@ func TestPrep(t *testing.T) {
 				size = 1
 			}
 			a := chunk.Prep{
-				AttentionShape: s, Rows: c.rows, Base: c.base, RowTable: upload(g, rows), Key: upload(g, kw), Value: upload(g, vw), Index: upload(g, iw),
-				KeyLd: s.KVHeads * 256, ValueLd: s.KVHeads * 256, IndexLd: 640, QueryNorm: upload(g, floats(qn)), KeyNorm: upload(g, floats(kn)), IndexQueryNorm: upload(g, floats(iqn)),
-				IndexKeyNorm: upload(g, floats(ikn)), Inverse: upload(g, table), Eps: 1e-6, Q: g.poisoned(2 * c.rows * s.Heads * 256), Iq: g.poisoned(2 * c.rows * 512),
+				AttentionShape: s, Rows: c.rows, Base: c.base, RowTable: g.Upload(rows), Key: g.Upload(kw), Value: g.Upload(vw), Index: g.Upload(iw),
+				KeyLd: s.KVHeads * 256, ValueLd: s.KVHeads * 256, IndexLd: 640, QueryNorm: g.Upload(floats(qn)), KeyNorm: g.Upload(floats(kn)), IndexQueryNorm: g.Upload(floats(iqn)),
+				IndexKeyNorm: g.Upload(floats(ikn)), Inverse: g.Upload(table), Eps: 1e-6, Q: g.Poisoned(2 * c.rows * s.Heads * 256), Iq: g.Poisoned(2 * c.rows * 512),
 				Cache: chunk.Cache{
-					Keys: g.poisoned(size * heads * 256), Values: g.poisoned(size * heads * 256), Raw: upload(g, rawPool), Positions: upload(g, posPool),
-					BlockKeys: g.poisoned(2 * p.pages * 16 * 128), Pages: upload(g, p.table),
+					Keys: g.Poisoned(size * heads * 256), Values: g.Poisoned(size * heads * 256), Raw: g.Upload(rawPool), Positions: g.Upload(posPool),
+					BlockKeys: g.Poisoned(2 * p.pages * 16 * 128), Pages: g.Upload(p.table),
 				},
 			}
 			if c.fp8 {
-				a.KeyScales, a.ValueScales = g.poisoned(2*heads), g.poisoned(2*heads)
+				a.KeyScales, a.ValueScales = g.Poisoned(2*heads), g.Poisoned(2*heads)
 			}
 			if !c.appendOnly {
-				a.Qg, a.QgLd = upload(g, qgw), s.Heads*512
+				a.Qg, a.QgLd = g.Upload(qgw), s.Heads*512
 			}
-			g.check(g.set.Prep(g.c, g.s, &a))
+			g.Check(g.set.Prep(g.C, g.S, &a))
 			what := fmt.Sprintf("%d/%d heads, %d rows at %d, fp8 %v", s.Heads, s.KVHeads, c.rows, c.base, c.fp8)
 			compare := func(name string, bound float64, got, want []float64) {
 				if d := distance(got, want); !(d <= bound) {
-					g.t.Errorf("%s: %s %.2g off", what, name, d)
+					g.T.Errorf("%s: %s %.2g off", what, name, d)
 				}
 			}
 			if !c.appendOnly {
-				q, iq := fromWords(download[uint16](g, a.Q, c.rows*s.Heads*256)), fromWords(download[uint16](g, a.Iq, c.rows*512))
+				q, iq := fromWords(g.Download[uint16](a.Q, c.rows*s.Heads*256)), fromWords(g.Download[uint16](a.Iq, c.rows*512))
 				for r := range c.rows {
 					for h := range s.Heads {
 						compare("query", 3e-3, q[(r*s.Heads+h)*256:][:256], head(qg[(r*s.Heads+h)*512:][:256], qn, inverse, axis, rows[r].Pos, c.fp8))
@@ -142,9 +142,9 @@ func TestPrep(t *testing.T) {
 			}
 			kept := func(at, scales driver.Ptr) []float64 {
 				if !c.fp8 {
-					return fromWords(download[uint16](g, at, heads*256))
+					return fromWords(g.Download[uint16](at, heads*256))
 				}
-				codes, sc := download[byte](g, at, heads*256), fromWords(download[uint16](g, scales, heads))
+				codes, sc := g.Download[byte](at, heads*256), fromWords(g.Download[uint16](scales, heads))
 				x := make([]float64, len(codes))
 				for i, code := range codes {
 					x[i] = float64(num.FromE4M3(code)) * sc[i/256]
@@ -156,8 +156,8 @@ func TestPrep(t *testing.T) {
 				bound = 4e-2
 			}
 			keys, values := kept(a.Keys, a.KeyScales), kept(a.Values, a.ValueScales)
-			gotRaw, gotPos := download[uint16](g, a.Raw, len(rawPool)), download[uint32](g, a.Positions, len(posPool))
-			blocks := fromWords(download[uint16](g, a.BlockKeys, p.pages*16*128))
+			gotRaw, gotPos := g.Download[uint16](a.Raw, len(rawPool)), g.Download[uint32](a.Positions, len(posPool))
+			blocks := fromWords(g.Download[uint16](a.BlockKeys, p.pages*16*128))
 			written := 0
 			for i := range keys {
 				if keys[i] == keys[i] {
@@ -165,7 +165,7 @@ func TestPrep(t *testing.T) {
 				}
 			}
 			if written != c.rows*s.KVHeads*256 {
-				g.t.Errorf("%s: %d key values written, want %d", what, written, c.rows*s.KVHeads*256)
+				g.T.Errorf("%s: %d key values written, want %d", what, written, c.rows*s.KVHeads*256)
 			}
 			for r := range c.rows {
 				tok := c.base + r
@@ -189,16 +189,16 @@ func TestPrep(t *testing.T) {
 			for tok := range tokens {
 				for i := range 128 {
 					if gotRaw[p.row(tok)*128+i] != raws[tok*128+i] {
-						g.t.Fatalf("%s: raw key of token %d differs", what, tok)
+						g.T.Fatalf("%s: raw key of token %d differs", what, tok)
 					}
 				}
 				for i := range 3 {
 					if gotPos[p.row(tok)*3+i] != positions[tok*3+i] {
-						g.t.Fatalf("%s: position of token %d differs", what, tok)
+						g.T.Fatalf("%s: position of token %d differs", what, tok)
 					}
 				}
 			}
-			g.free()
+			g.Free(0)
 		}
 	})
 }
@@ -216,12 +216,12 @@ func TestConvRows(t *testing.T) {
 			sw, streams := words(normal(r, rows*width, 1))
 			ww, window := words(normal(r, depth*width, 1))
 			w, v := asFloat32(normal(r, taps*width, .5)), asFloat32(normal(r, rows*width, 1))
-			c := chunk.ConvRows{C: width, Taps: taps, Dilation: dilation, W: upload(g, floats(w)), Window: upload(g, ww)}
-			xd, sd, vd := upload(g, xw), upload(g, sw), upload(g, floats(v))
+			c := chunk.ConvRows{C: width, Taps: taps, Dilation: dilation, W: g.Upload(floats(w)), Window: g.Upload(ww)}
+			xd, sd, vd := g.Upload(xw), g.Upload(sw), g.Upload(floats(v))
 			at := driver.Ptr(0)
 			for _, n := range calls {
 				c.Rows, c.X, c.V, c.Streams = n, xd+2*at*width, vd+4*at*width, sd+2*at*width
-				g.check(g.set.ConvRows(g.c, g.s, &c))
+				g.Check(g.set.ConvRows(g.C, g.S, &c))
 				at += driver.Ptr(n)
 			}
 			all := append(append([]float64(nil), window...), x...)
@@ -232,13 +232,13 @@ func TestConvRows(t *testing.T) {
 				}
 				streams[i] += v[i] + silu(sum)
 			}
-			if d := distance(fromWords(download[uint16](g, sd, rows*width)), streams); !(d <= 3e-3) {
+			if d := distance(fromWords(g.Download[uint16](sd, rows*width)), streams); !(d <= 3e-3) {
 				t.Errorf("calls %v: streams %.2g off", calls, d)
 			}
-			if d := distance(fromWords(download[uint16](g, c.Window, depth*width)), all[rows*width:]); d != 0 {
+			if d := distance(fromWords(g.Download[uint16](c.Window, depth*width)), all[rows*width:]); d != 0 {
 				t.Errorf("calls %v: window %.2g off", calls, d)
 			}
-			g.free()
+			g.Free(0)
 		}
 	})
 }

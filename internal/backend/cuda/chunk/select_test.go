@@ -155,13 +155,13 @@ type seen struct {
 
 func (g *gpu) see(a *chunk.Attend) seen {
 	s := seen{ld: 4*a.Blocks + 3}
-	s.list, s.count = g.poisoned(4*a.Rows*s.ld), g.poisoned(4*a.Rows)
+	s.list, s.count = g.Poisoned(4*a.Rows*s.ld), g.Poisoned(4*a.Rows)
 	a.Seen, a.SeenCount, a.SeenLd = s.list, s.count, s.ld
 	return s
 }
 
 func (s seen) rows(g *gpu, n int) [][]uint32 {
-	list, count := download[uint32](g, s.list, n*s.ld), download[uint32](g, s.count, n)
+	list, count := g.Download[uint32](s.list, n*s.ld), g.Download[uint32](s.count, n)
 	v := make([][]uint32, n)
 	for r := range v {
 		v[r] = list[r*s.ld:][:min(int(count[r]), s.ld)]
@@ -197,15 +197,15 @@ func TestSelect(t *testing.T) {
 			clear(x.qw[3*512:][:512])
 			heads := p.pages * 64 * s.KVHeads
 			a := chunk.Attend{
-				AttentionShape: s, Rows: c.rows, Base: c.base, Q: g.alloc(2 * c.rows * s.Heads * 256), Iq: upload(g, x.qw), Qg: g.alloc(2 * c.rows * s.Heads * 512), QgLd: s.Heads * 512,
-				Out: g.alloc(2 * c.rows * s.Heads * 256), OutLd: s.Heads * 256, Work: g.poisoned(int(s.Workspace(c.rows, tokens))),
-				Cache: chunk.Cache{Keys: g.alloc(2 * heads * 256), Values: g.alloc(2 * heads * 256), BlockKeys: upload(g, x.pool), Pages: upload(g, p.table)},
+				AttentionShape: s, Rows: c.rows, Base: c.base, Q: g.Alloc(2 * c.rows * s.Heads * 256), Iq: g.Upload(x.qw), Qg: g.Alloc(2 * c.rows * s.Heads * 512), QgLd: s.Heads * 512,
+				Out: g.Alloc(2 * c.rows * s.Heads * 256), OutLd: s.Heads * 256, Work: g.Poisoned(int(s.Workspace(c.rows, tokens))),
+				Cache: chunk.Cache{Keys: g.Alloc(2 * heads * 256), Values: g.Alloc(2 * heads * 256), BlockKeys: g.Upload(x.pool), Pages: g.Upload(p.table)},
 			}
 			seen := g.see(&a)
 			// Every row for short contexts, some of long ones: the scores of a row are a lot of work here.
 			every := max(1, c.rows*tokens/2_000_000)
 			for _, a.Plain = range []bool{true, false} {
-				g.check(g.set.Attend(g.c, g.s, &a))
+				g.Check(g.set.Attend(g.C, g.S, &a))
 				lists := seen.rows(g, c.rows)
 				var wg sync.WaitGroup
 				for row := 0; row < c.rows; row += every {
@@ -217,7 +217,7 @@ func TestSelect(t *testing.T) {
 				}
 				wg.Wait()
 			}
-			g.free()
+			g.Free(0)
 		}
 	})
 }
@@ -246,15 +246,15 @@ func TestAttendSelected(t *testing.T) {
 			qw, q := words(normal(r, c.rows*s.Heads*256, 1.5))
 			gw, gates := words(normal(r, c.rows*s.Heads*512, 2))
 			a := chunk.Attend{
-				AttentionShape: s, Cache: cache.upload(g, p), Rows: c.rows, Base: c.base, Q: upload(g, qw), Iq: upload(g, x.qw), Qg: upload(g, gw), QgLd: s.Heads * 512,
-				Out: g.poisoned(2 * c.rows * s.Heads * 256), OutLd: s.Heads * 256, Work: g.poisoned(int(s.Workspace(c.rows, tokens))),
+				AttentionShape: s, Cache: cache.upload(g, p), Rows: c.rows, Base: c.base, Q: g.Upload(qw), Iq: g.Upload(x.qw), Qg: g.Upload(gw), QgLd: s.Heads * 512,
+				Out: g.Poisoned(2 * c.rows * s.Heads * 256), OutLd: s.Heads * 256, Work: g.Poisoned(int(s.Workspace(c.rows, tokens))),
 			}
-			a.BlockKeys, a.Plain = upload(g, x.pool), c.plain
+			a.BlockKeys, a.Plain = g.Upload(x.pool), c.plain
 			seen := g.see(&a)
-			g.check(g.set.Attend(g.c, g.s, &a))
+			g.Check(g.set.Attend(g.C, g.S, &a))
 			lists := seen.rows(g, c.rows)
 			check := func(what string) {
-				got := download[uint16](g, a.Out, c.rows*s.Heads*256)
+				got := g.Download[uint16](a.Out, c.rows*s.Heads*256)
 				worst := cache.check(got, s.Heads*256, q, gates, c.rows, s.Heads, max(1, c.rows/20), func(row int) []int {
 					var list []int
 					for _, t := range lists[row] {
@@ -264,17 +264,17 @@ func TestAttendSelected(t *testing.T) {
 				})
 				what = fmt.Sprintf("%d/%d heads, %d rows at %d, fp8 %v, plain %v, %s: %.2g", s.Heads, s.KVHeads, c.rows, c.base, c.fp8, c.plain, what, worst)
 				if !(worst <= 3e-3) {
-					g.t.Error(what)
+					g.T.Error(what)
 				} else {
-					g.t.Log(what)
+					g.T.Log(what)
 				}
 			}
 			check("own selection")
-			before := download[uint16](g, a.Out, c.rows*s.Heads*256)
+			before := g.Download[uint16](a.Out, c.rows*s.Heads*256)
 			a.Seen, a.SeenCount, a.SeenLd = 0, 0, 0
-			a.Out = g.poisoned(2 * c.rows * s.Heads * 256)
-			g.check(g.set.Attend(g.c, g.s, &a))
-			if !slices.Equal(before, download[uint16](g, a.Out, len(before))) {
+			a.Out = g.Poisoned(2 * c.rows * s.Heads * 256)
+			g.Check(g.set.Attend(g.C, g.S, &a))
+			if !slices.Equal(before, g.Download[uint16](a.Out, len(before))) {
 				t.Errorf("%d rows at %d: the same call gives other bits", c.rows, c.base)
 			}
 			// Other blocks by force, in every other row.
@@ -295,10 +295,10 @@ func TestAttendSelected(t *testing.T) {
 				slices.Sort(lists[row])
 				counts[row] = uint32(copy(forced[row*a.ForcedLd:], lists[row]))
 			}
-			a.Forced, a.ForcedCount = upload(g, forced), upload(g, counts)
-			g.check(g.set.Attend(g.c, g.s, &a))
+			a.Forced, a.ForcedCount = g.Upload(forced), g.Upload(counts)
+			g.Check(g.set.Attend(g.C, g.S, &a))
 			check("forced")
-			g.free()
+			g.Free(0)
 		}
 	})
 }
@@ -321,20 +321,20 @@ func BenchmarkAttend(b *testing.B) {
 						some, _ := words(normal(r, 24*256*64, 1.5))
 						heads := p.pages * 64 * s.KVHeads
 						a := chunk.Attend{
-							AttentionShape: s, Rows: c.rows, Base: c.base, Q: repeated(g, some, c.rows*24*256), Iq: upload(g, x.qw), Qg: repeated(g, some, c.rows*24*512), QgLd: 24 * 512,
-							Out: g.alloc(2 * c.rows * 24 * 256), OutLd: 24 * 256, Work: g.alloc(int(s.Workspace(c.rows, tokens))),
-							Cache: chunk.Cache{BlockKeys: upload(g, x.pool), Pages: upload(g, p.table)}, Plain: plain,
+							AttentionShape: s, Rows: c.rows, Base: c.base, Q: repeated(g, some, c.rows*24*256), Iq: g.Upload(x.qw), Qg: repeated(g, some, c.rows*24*512), QgLd: 24 * 512,
+							Out: g.Alloc(2 * c.rows * 24 * 256), OutLd: 24 * 256, Work: g.Alloc(int(s.Workspace(c.rows, tokens))),
+							Cache: chunk.Cache{BlockKeys: g.Upload(x.pool), Pages: g.Upload(p.table)}, Plain: plain,
 						}
 						if fp8 {
-							a.Keys, a.Values = g.alloc(heads*256), g.alloc(heads*256)
-							g.check(g.c.Set(g.s, a.Keys, 0x31, uint64(heads*256)))
-							g.check(g.c.Set(g.s, a.Values, 0x35, uint64(heads*256)))
+							a.Keys, a.Values = g.Alloc(heads*256), g.Alloc(heads*256)
+							g.Check(g.C.Set(g.S, a.Keys, 0x31, uint64(heads*256)))
+							g.Check(g.C.Set(g.S, a.Values, 0x35, uint64(heads*256)))
 							a.KeyScales, a.ValueScales = repeated(g, few.ks, heads), repeated(g, few.vs, heads)
 						} else {
 							a.Keys, a.Values = repeated(g, few.k, heads*256), repeated(g, few.v, heads*256)
 						}
 						seen := g.see(&a)
-						g.check(g.set.Attend(g.c, g.s, &a))
+						g.Check(g.set.Attend(g.C, g.S, &a))
 						lists := seen.rows(g, c.rows)
 						var shared, union float64
 						n := 0
@@ -360,7 +360,7 @@ func BenchmarkAttend(b *testing.B) {
 							n++
 						}
 						a.Seen, a.SeenCount = 0, 0
-						us := g.time(3, 3, func() error { return g.set.Attend(g.c, g.s, &a) })
+						us := g.time(3, 3, func() error { return g.set.Attend(g.C, g.S, &a) })
 						var tokensSeen float64
 						for i := range c.rows {
 							tokensSeen += min(float64(c.base+i+1), 2050)
@@ -385,18 +385,18 @@ func BenchmarkPrep(b *testing.B) {
 		r := rand.New(rand.NewPCG(1, 9))
 		p := makePages(r, rows)
 		some, _ := words(normal(r, 1<<18, 1))
-		norms := upload(g, make([]float32, 256))
+		norms := g.Upload(make([]float32, 256))
 		heads := p.pages * 64 * 2
 		a := chunk.Prep{
-			AttentionShape: s, Rows: rows, RowTable: g.alloc(rows * 48), Qg: repeated(g, some, rows*24*512), Key: repeated(g, some, rows*512), Value: repeated(g, some, rows*512),
+			AttentionShape: s, Rows: rows, RowTable: g.Alloc(rows * 48), Qg: repeated(g, some, rows*24*512), Key: repeated(g, some, rows*512), Value: repeated(g, some, rows*512),
 			Index: repeated(g, some, rows*640), QgLd: 24 * 512, KeyLd: 512, ValueLd: 512, IndexLd: 640, QueryNorm: norms, KeyNorm: norms, IndexQueryNorm: norms, IndexKeyNorm: norms,
-			Inverse: upload(g, make([]float32, 64)), Eps: 1e-6, Q: g.alloc(2 * rows * 24 * 256), Iq: g.alloc(2 * rows * 512),
+			Inverse: g.Upload(make([]float32, 64)), Eps: 1e-6, Q: g.Alloc(2 * rows * 24 * 256), Iq: g.Alloc(2 * rows * 512),
 			Cache: chunk.Cache{
-				Keys: g.alloc(2 * heads * 256), Values: g.alloc(2 * heads * 256), Raw: g.alloc(p.pages * 64 * 256), Positions: g.alloc(p.pages * 64 * 12), BlockKeys: g.alloc(p.pages * 16 * 256),
-				Pages: upload(g, p.table),
+				Keys: g.Alloc(2 * heads * 256), Values: g.Alloc(2 * heads * 256), Raw: g.Alloc(p.pages * 64 * 256), Positions: g.Alloc(p.pages * 64 * 12), BlockKeys: g.Alloc(p.pages * 16 * 256),
+				Pages: g.Upload(p.table),
 			},
 		}
-		us := g.time(5, 20, func() error { return g.set.Prep(g.c, g.s, &a) })
+		us := g.time(5, 20, func() error { return g.set.Prep(g.C, g.S, &a) })
 		b.ReportMetric(us, "µs/layer")
 		b.ReportMetric(0, "ns/op")
 	})

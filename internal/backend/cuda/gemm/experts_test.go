@@ -8,7 +8,9 @@ import (
 	"testing"
 
 	"ninfer/internal/backend/cuda/driver"
+	"ninfer/internal/backend/cuda/gputest"
 	tuned "ninfer/internal/backend/cuda/kernels"
+	"ninfer/internal/num"
 )
 
 // experts is a random bank of one half of all experts: NVFP4 codes and scales, or BF16.
@@ -52,7 +54,7 @@ func (b *experts) row(e, n int) []float64 {
 		if b.words != nil {
 			v[k] = unbf16(b.words[at+k])
 		} else {
-			v[k] = e2m1(b.codes[at+k]) * e4m3Values[b.scales[(at+k)/16]] / float64(b.divisors[e])
+			v[k] = float64(num.FromE2M1(b.codes[at+k])) * float64(num.FromE4M3(b.scales[(at+k)/16])) / float64(b.divisors[e])
 		}
 	}
 	return v
@@ -145,17 +147,17 @@ func (b *experts) tiles(size int, paired bool) []byte {
 }
 
 func (b *experts) bank(g *gpu, l Layout, paired bool) Bank {
-	bank := Bank{Layout: l, Divisors: upload(g, b.divisors)}
+	bank := Bank{Layout: l, Divisors: g.Upload(b.divisors)}
 	switch l {
 	case Tiles16:
-		bank.Data = upload(g, b.tiles(16, paired))
+		bank.Data = g.Upload(b.tiles(16, paired))
 	case Tiles8:
-		bank.Data = upload(g, b.tiles(8, false))
+		bank.Data = g.Upload(b.tiles(8, false))
 	case Stored:
 		codes, scales := b.stored()
-		bank.Data, bank.Scales = upload(g, codes), upload(g, scales)
+		bank.Data, bank.Scales = g.Upload(codes), g.Upload(scales)
 	default:
-		bank.Data = upload(g, b.words)
+		bank.Data = g.Upload(b.words)
 	}
 	return bank
 }
@@ -200,20 +202,20 @@ func TestExperts(t *testing.T) {
 				for i := range logit {
 					logit[i] = float32(rng.NormFloat64())
 				}
-				sp, lp := upload(g, shared), upload(g, logit)
+				sp, lp := g.Upload(shared), g.Upload(logit)
 				alone := rows == 2 // without a shared expert
 				if alone {
 					sp, lp = 0, 0
 				}
 				need := m.Bytes(rows)
-				room := Workspace{At: g.poisoned(int(need)), Bytes: need}
-				out := g.poisoned(2 * rows * q.h)
-				xp, cp, wp := upload(g, words), upload(g, chosen), upload(g, weight)
-				g.check(g.set.Experts(g.c, g.s, m, xp, rows, cp, wp, sp, lp, out, room))
-				got := download[uint16](g, out, rows*q.h)
-				again := g.poisoned(2 * rows * q.h)
-				g.check(g.set.Experts(g.c, g.s, m, xp, rows, cp, wp, sp, lp, again, room))
-				if !slices.Equal(got, download[uint16](g, again, rows*q.h)) {
+				room := Workspace{At: g.Poisoned(int(need)), Bytes: need}
+				out := g.Poisoned(2 * rows * q.h)
+				xp, cp, wp := g.Upload(words), g.Upload(chosen), g.Upload(weight)
+				g.Check(g.set.Experts(g.C, g.S, m, xp, rows, cp, wp, sp, lp, out, room))
+				got := g.Download[uint16](out, rows*q.h)
+				again := g.Poisoned(2 * rows * q.h)
+				g.Check(g.set.Experts(g.C, g.S, m, xp, rows, cp, wp, sp, lp, again, room))
+				if !slices.Equal(got, g.Download[uint16](again, rows*q.h)) {
 					t.Errorf("%d rows: two calls differ", rows)
 				}
 				// the last row alone has the same bits
@@ -224,11 +226,11 @@ func TestExperts(t *testing.T) {
 					}
 					return p + driver.Ptr(r*stride)
 				}
-				g.check(g.set.Experts(g.c, g.s, m, pick(xp, 2*q.h), 1, pick(cp, 4*q.top), pick(wp, 4*q.top), pick(sp, 4*q.h), pick(lp, 4), again, room))
-				if !slices.Equal(got[r*q.h:], download[uint16](g, again, q.h)) {
+				g.Check(g.set.Experts(g.C, g.S, m, pick(xp, 2*q.h), 1, pick(cp, 4*q.top), pick(wp, 4*q.top), pick(sp, 4*q.h), pick(lp, 4), again, room))
+				if !slices.Equal(got[r*q.h:], g.Download[uint16](again, q.h)) {
 					t.Errorf("%d rows: the last row alone differs", rows)
 				}
-				var c comparison
+				var c gputest.Comparison
 				name := fmt.Sprintf("%d experts of %d by %d, layouts %d and %d, %d rows", q.e, q.inter, q.h, q.up, q.down, rows)
 				most := 6
 				if q.h > 1000 {
@@ -253,16 +255,13 @@ func TestExperts(t *testing.T) {
 						if !alone {
 							want[n] += sigmoid(float64(logit[r])) * float64(shared[r*q.h+n])
 						}
-						c.add("", unbf16(got[r*q.h+n]), want[n], 1e9)
+						c.Add("", unbf16(got[r*q.h+n]), want[n], 4, 1e9)
 					}
-					c.row(t, name, 3e-3)
+					c.End(t, name, 3e-3)
 				}
-				worst = max(worst, c.worst)
+				worst = max(worst, c.Worst)
 			}
-			for _, p := range g.taken[1:] {
-				g.check(g.c.Free(p))
-			}
-			g.taken = g.taken[:1]
+			g.Free(1) // all but the workspace
 		}
 		t.Logf("worst relative L2 %.2e", worst)
 	})
@@ -271,25 +270,25 @@ func TestExperts(t *testing.T) {
 // Packed banks are what the decode kernels' repacking makes.
 func TestRepack(t *testing.T) {
 	withGPU(t, "none", func(g *gpu) {
-		set, err := tuned.Load(g.c, nil)
-		g.check(err)
+		set, err := tuned.Load(g.C, nil)
+		g.Check(err)
 		rng := rand.New(rand.NewPCG(11, 12))
 		for _, paired := range []bool{true, false} {
 			b := randomExperts(rng, 3, 256, 384, false)
 			codes, scales := b.stored()
 			size := len(codes) + len(scales)
-			out := g.poisoned(size)
-			p := tuned.RepackParams{Codes: upload(g, codes), Scales: upload(g, scales), Bank: out, N: 256, K: 384, Count: 3}
+			out := g.Poisoned(size)
+			p := tuned.RepackParams{Codes: g.Upload(codes), Scales: g.Upload(scales), Bank: out, N: 256, K: 384, Count: 3}
 			if paired {
 				p.Paired = 1
 			}
-			g.check(set.Run(g.c, g.s, tuned.Repack(256, 384, 3), &p, false))
-			got := download[byte](g, out, size)
+			g.Check(set.Run(g.C, g.S, tuned.Repack(256, 384, 3), &p, false))
+			got := g.Download[byte](out, size)
 			if !slices.Equal(got, b.tiles(16, paired)) && (paired || !slices.Equal(got, b.tiles(8, false))) {
 				t.Errorf("paired %v: repacked experts are in no known layout", paired)
 			}
 		}
-		g.check(set.Unload(g.c))
+		g.Check(set.Unload(g.C))
 	})
 }
 
@@ -301,13 +300,13 @@ func TestMemory(t *testing.T) {
 			for _, f := range []Format{BF16, E4M3} {
 				w := g.weights(rng, f, 150, 208, false)
 				words, _ := activations(rng, rows, 208, 208)
-				p := Product{W: w.m, Out: g.alloc(2 * rows * 150), OutLd: 150}
-				g.check(g.set.Multiply(g.c, g.s, upload(g, words), 208, rows, p, g.room))
+				p := Product{W: w.m, Out: g.Alloc(2 * rows * 150), OutLd: 150}
+				g.Check(g.set.Multiply(g.C, g.S, g.Upload(words), 208, rows, p, g.room))
 				site := Site{Hidden: 88, Rank: 208, Eps: 1e-6, Down: g.weights(rng, f, 208, 352, false).m, Up: g.weights(rng, f, 352, 208, false).m}
 				norm, _ := activations(rng, 1, 352, 352)
 				x, _ := activations(rng, rows, 352, 352)
-				site.Norm = upload(g, norm)
-				g.check(g.set.Mix(g.c, g.s, site, upload(g, x), 0, 0, rows, g.alloc(2*rows*88), g.room))
+				site.Norm = g.Upload(norm)
+				g.Check(g.set.Mix(g.C, g.S, site, g.Upload(x), 0, 0, rows, g.Alloc(2*rows*88), g.room))
 			}
 			for _, l := range [][2]Layout{{Tiles16, Tiles8}, {Tiles16, Tiles16}, {Stored, Stored}, {Plain16, Plain16}} {
 				up, down := randomExperts(rng, 5, 256, 128, l[0] == Plain16), randomExperts(rng, 5, 128, 128, l[0] == Plain16)
@@ -317,10 +316,10 @@ func TestMemory(t *testing.T) {
 				for i := range logits {
 					logits[i] = rng.Float32()
 				}
-				chosen, weight, out := g.alloc(8*rows), g.alloc(8*rows), g.alloc(256*rows)
-				g.check(g.set.Route(g.c, g.s, m, upload(g, logits), rows, chosen, weight))
-				g.check(g.set.Experts(g.c, g.s, m, upload(g, x), rows, chosen, weight, 0, 0, out, Workspace{At: g.alloc(int(m.Bytes(rows))), Bytes: m.Bytes(rows)}))
-				for i, v := range download[uint16](g, out, 128*rows) {
+				chosen, weight, out := g.Alloc(8*rows), g.Alloc(8*rows), g.Alloc(256*rows)
+				g.Check(g.set.Route(g.C, g.S, m, g.Upload(logits), rows, chosen, weight))
+				g.Check(g.set.Experts(g.C, g.S, m, g.Upload(x), rows, chosen, weight, 0, 0, out, Workspace{At: g.Alloc(int(m.Bytes(rows))), Bytes: m.Bytes(rows)}))
+				for i, v := range g.Download[uint16](out, 128*rows) {
 					if v&0x7f80 == 0x7f80 {
 						panic(fmt.Errorf("layouts %v: value %d is no number", l, i))
 					}

@@ -2,171 +2,42 @@ package gemm
 
 import (
 	"encoding/binary"
-	"errors"
 	"flag"
 	"fmt"
-	"io/fs"
 	"math"
 	"math/rand/v2"
-	"os"
 	"slices"
 	"testing"
-	"unsafe"
 
-	"ninfer/internal/backend/cuda/driver"
+	"ninfer/internal/backend/cuda/gputest"
+	"ninfer/internal/num"
 )
 
 var (
-	codeFlag     = flag.String("code", "", "folder with a subfolder fatbin to test instead of the committed machine code")
 	portableFlag = flag.Bool("portable", false, "the code was compiled with -DNINFER_PORTABLE")
 	libraryFlag  = flag.String("library", "", "cuBLASLt's file")
 )
 
 // gpu is a device with kernels loaded, for one test.
 type gpu struct {
-	t     *testing.T
-	c     *driver.Context
-	s     driver.Stream
-	set   *Set
-	room  Workspace
-	taken []driver.Ptr
+	*gputest.GPU
+	set  *Set
+	room Workspace
 }
 
 // withGPU runs f on the owner's thread, or skips with the reason.
 func withGPU(t *testing.T, library string, f func(g *gpu)) {
 	t.Helper()
-	d, err := driver.Open()
-	var none *driver.NoDriverError
-	var old *driver.OldDriverError
-	var missing *driver.NoDeviceError
-	var arch *driver.ArchError
-	if errors.As(err, &none) || errors.As(err, &old) || errors.As(err, &missing) {
-		t.Skip(err)
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
-	o, err := driver.StartOwner(d, 0)
-	if errors.As(err, &missing) {
-		t.Skip(err)
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer o.Close()
-	var code fs.FS
-	if *codeFlag != "" {
-		code = os.DirFS(*codeFlag)
-	}
-	err = o.Do(func(c *driver.Context) (err error) {
-		// the owner's goroutine must not end, so nothing in f may call t.Fatal: failures that stop a test are panics with an error
-		defer func() {
-			switch p := recover().(type) {
-			case nil:
-			case error:
-				err = p
-			default:
-				panic(p)
-			}
-		}()
-		set, err := Load(c, Options{Library: library, Code: code, Portable: *portableFlag})
-		if err != nil {
-			return err
-		}
-		defer func() { _ = set.Close(c) }()
-		s, err := c.NewStream()
-		if err != nil {
-			return err
-		}
-		g := &gpu{t: t, c: c, set: set, s: s}
-		defer func() {
-			for _, p := range g.taken {
-				_ = c.Free(p)
-			}
-			_ = c.DestroyStream(s)
-		}()
-		g.room = Workspace{At: g.alloc(1 << 30), Bytes: 1 << 30}
-		f(g)
-		return nil
+	gputest.On(t, func(g *gputest.GPU) {
+		set, err := Load(g.C, Options{Library: library, Code: gputest.Code(), Portable: *portableFlag})
+		g.Check(err)
+		defer func() { _ = set.Close(g.C) }()
+		f(&gpu{g, set, Workspace{At: g.Alloc(1 << 30), Bytes: 1 << 30}})
 	})
-	if errors.As(err, &arch) {
-		t.Skip(err)
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
 }
 
-func (g *gpu) check(err error) {
-	if err != nil {
-		panic(err)
-	}
-}
-
-func (g *gpu) alloc(n int) driver.Ptr {
-	p, err := g.c.Alloc("test", uint64(n))
-	g.check(err)
-	g.taken = append(g.taken, p)
-	return p
-}
-
-func upload[T any](g *gpu, v []T) driver.Ptr {
-	if len(v) == 0 {
-		return 0
-	}
-	b := unsafe.Slice((*byte)(unsafe.Pointer(&v[0])), uintptr(len(v))*unsafe.Sizeof(v[0]))
-	p := g.alloc(len(b))
-	g.check(g.c.ToDevice(g.s, p, b))
-	g.check(g.c.SyncStream(g.s))
-	return p
-}
-
-func download[T any](g *gpu, p driver.Ptr, n int) []T {
-	v := make([]T, n)
-	b := unsafe.Slice((*byte)(unsafe.Pointer(&v[0])), uintptr(n)*unsafe.Sizeof(v[0]))
-	g.check(g.c.SyncStream(g.s))
-	g.check(g.c.ToHost(g.s, b, p))
-	g.check(g.c.SyncStream(g.s))
-	return v
-}
-
-// poisoned is output memory full of NaN, so that an element nobody wrote is seen.
-func (g *gpu) poisoned(n int) driver.Ptr {
-	p := g.alloc(n)
-	g.check(g.c.Set(g.s, p, 0xff, uint64(n)))
-	return p
-}
-
-// ---- formats, written from the specification for the tests alone ----
-
-func bf16(x float64) uint16 {
-	b := math.Float32bits(float32(x))
-	return uint16((b + 0x7fff + b>>16&1) >> 16)
-}
-func unbf16(w uint16) float64 { return float64(math.Float32frombits(uint32(w) << 16)) }
-
-func e4m3(c uint8) float64 {
-	s, e, m := 1-2*float64(c>>7), int(c>>3&15), float64(c&7)
-	if e == 0 {
-		return s * m / 8 * math.Pow(2, -6)
-	}
-	return s * (1 + m/8) * math.Pow(2, float64(e-7))
-}
-
-func e2m1(c uint8) float64 {
-	v := []float64{0, 0.5, 1, 1.5, 2, 3, 4, 6}[c&7]
-	if c&8 != 0 {
-		return -v
-	}
-	return v
-}
-
-var e4m3Values = func() (v [256]float64) {
-	for i := range v {
-		v[i] = e4m3(uint8(i))
-	}
-	return v
-}()
+func bf16(x float64) uint16   { return num.ToBF16(float32(x)) }
+func unbf16(w uint16) float64 { return float64(num.FromBF16(w)) }
 
 func sigmoid(x float64) float64 { return 1 / (1 + math.Exp(-x)) }
 
@@ -212,9 +83,9 @@ func (g *gpu) weights(rng *rand.Rand, f Format, n, k int, scaleF32 bool) *weight
 				w.scale = append(w.scale, unbf16(bf16(s)))
 			}
 		}
-		w.m.Scale = upload(g, stored)
+		w.m.Scale = g.Upload(stored)
 	}
-	w.m.Data = upload(g, w.codes)
+	w.m.Data = g.Upload(w.codes)
 	return w
 }
 
@@ -225,7 +96,7 @@ func (w *weights) row(n int, rounded bool) []float64 {
 		if w.m.Format == BF16 {
 			v[k] = unbf16(binary.LittleEndian.Uint16(w.codes[2*(n*w.m.K+k):]))
 		} else {
-			v[k] = e4m3Values[w.codes[n*w.m.K+k]] * w.scale[n]
+			v[k] = float64(num.FromE4M3(w.codes[n*w.m.K+k])) * w.scale[n]
 			if rounded {
 				v[k] = unbf16(bf16(v[k]))
 			}
@@ -264,41 +135,6 @@ func activations(rng *rand.Rand, r, k, ld int) (words []uint16, values [][]float
 		values = append(values, row)
 	}
 	return words, values
-}
-
-// comparison checks rows of results against exact ones: relative L2 of each row and every element (kernels.md 16). Storing the exact result in
-// BF16 alone costs up to 3.9e-3 when a few elements dominate a short row, so the bound is 3e-3 or what that rounding costs, plus a
-// twentieth, whichever is larger.
-type comparison struct {
-	diff, ref, rounding, worst float64
-	element                    string
-}
-
-func (c *comparison) add(what string, got, want, slack float64) {
-	c.diff += (got - want) * (got - want)
-	c.ref += want * want
-	r := unbf16(bf16(want)) - want
-	c.rounding += r * r
-	ulp := math.Pow(2, math.Floor(math.Log2(math.Max(math.Abs(want), 1e-38)))-7)
-	if d := math.Abs(got - want); !(d <= 4*ulp+slack) && c.element == "" {
-		c.element = fmt.Sprintf("%s: %g, want %g", what, got, want)
-	}
-}
-
-// row ends a row; worst is the largest relative L2 so far.
-func (c *comparison) row(t *testing.T, what string, bound float64) {
-	t.Helper()
-	l2 := math.Sqrt(c.diff / math.Max(c.ref, 1e-300))
-	if bound > 1e-3 {
-		bound = max(bound, 1.05*math.Sqrt(c.rounding/math.Max(c.ref, 1e-300)))
-	}
-	if !(l2 <= bound) || c.element != "" {
-		t.Errorf("%s: relative L2 %.2e, bound %.0e; %s", what, l2, bound, c.element)
-	}
-	if !(l2 <= c.worst) {
-		c.worst = l2
-	}
-	c.diff, c.ref, c.rounding, c.element = 0, 0, 0, ""
 }
 
 // some is the numbers below n that are looked at: both ends, borders of tiles, and a few others.
@@ -341,9 +177,9 @@ func TestMultiply(t *testing.T) {
 							if p.OutF32 {
 								size = 4
 							}
-							p.W, p.OutLd, p.Out = w.m, outLd, g.poisoned(size*rows*outLd)
-							g.check(g.set.Multiply(g.c, g.s, upload(g, words), ld, rows, p, g.room))
-							raw := download[byte](g, p.Out, size*rows*outLd)
+							p.W, p.OutLd, p.Out = w.m, outLd, g.Poisoned(size*rows*outLd)
+							g.Check(g.set.Multiply(g.C, g.S, g.Upload(words), ld, rows, p, g.room))
+							raw := g.Download[byte](p.Out, size*rows*outLd)
 							bound, slack := 3e-3, 1e-5
 							if p.OutF32 {
 								bound = 1e-4
@@ -353,7 +189,7 @@ func TestMultiply(t *testing.T) {
 							if p.Epilogue != Plain {
 								tiny = 1e-7
 							}
-							var c comparison
+							var c gputest.Comparison
 							cols := some(shape.n, 12)
 							decoded := make([][]float64, len(cols))
 							for i, n := range cols {
@@ -375,18 +211,18 @@ func TestMultiply(t *testing.T) {
 									} else {
 										got = unbf16(binary.LittleEndian.Uint16(raw[2*(r*outLd+n):]))
 									}
-									c.add(fmt.Sprintf("row %d, column %d", r, n), got, v, slack*abs+tiny)
+									c.Add(fmt.Sprintf("row %d, column %d", r, n), got, v, 4, slack*abs+tiny)
 								}
-								c.row(t, name, bound)
+								c.End(t, name, bound)
 							}
-							worst[f] = max(worst[f], c.worst)
+							worst[f] = max(worst[f], c.Worst)
 							for i := range outLd - shape.n { // between rows nothing is written
 								if b := raw[size*(shape.n+i)]; b != 0xff {
 									t.Errorf("%s: written beyond column %d", name, shape.n+i)
 									break
 								}
 							}
-							g.free()
+							g.Free(-2) // activations and results
 						}
 					}
 				}
@@ -394,15 +230,6 @@ func TestMultiply(t *testing.T) {
 			t.Logf("library %v: worst relative L2 BF16 %.2e, E4M3 %.2e", library != "none", worst[BF16], worst[E4M3])
 		})
 	}
-}
-
-// free forgets what was taken since the workspace and the weights: two allocations of activations and results a turn.
-func (g *gpu) free() {
-	n := len(g.taken) - 2
-	for _, p := range g.taken[n:] {
-		g.check(g.c.Free(p))
-	}
-	g.taken = g.taken[:n]
 }
 
 // The same call twice gives the same bits, and a row's bits do not depend on the other rows' contents.
@@ -413,9 +240,9 @@ func TestSameBits(t *testing.T) {
 		w := g.weights(rng, BF16, n, k, false)
 		words, _ := activations(rng, rows, k, k)
 		run := func(words []uint16) []uint16 {
-			p := Product{W: w.m, Out: g.poisoned(2 * rows * n), OutLd: n}
-			g.check(g.set.Multiply(g.c, g.s, upload(g, words), k, rows, p, g.room))
-			return download[uint16](g, p.Out, rows*n)
+			p := Product{W: w.m, Out: g.Poisoned(2 * rows * n), OutLd: n}
+			g.Check(g.set.Multiply(g.C, g.S, g.Upload(words), k, rows, p, g.room))
+			return g.Download[uint16](p.Out, rows*n)
 		}
 		a := run(words)
 		if b := run(words); !slices.Equal(a, b) {
@@ -448,9 +275,9 @@ func TestRoute(t *testing.T) {
 				for e := range q.experts {
 					logits[5*q.experts+e] = float32(math.NaN())
 				}
-				chosen, weight := g.poisoned(4*rows*q.top), g.poisoned(4*rows*q.top)
-				g.check(g.set.Route(g.c, g.s, m, upload(g, logits), rows, chosen, weight))
-				ids, ws := download[uint32](g, chosen, rows*q.top), download[float32](g, weight, rows*q.top)
+				chosen, weight := g.Poisoned(4*rows*q.top), g.Poisoned(4*rows*q.top)
+				g.Check(g.set.Route(g.C, g.S, m, g.Upload(logits), rows, chosen, weight))
+				ids, ws := g.Download[uint32](chosen, rows*q.top), g.Download[float32](weight, rows*q.top)
 				for r := range rows {
 					if r == 5 { // no number is the largest; ids must still be experts, each once
 						seen := map[uint32]bool{}
@@ -517,7 +344,7 @@ func TestMix(t *testing.T) {
 				for i := range norm {
 					norm[i] = bf16(normV[0][i] / 8)
 				}
-				site := Site{Hidden: q.h, Rank: q.rank, Eps: 1e-6, Norm: upload(g, norm), Down: down.m, Up: up.m}
+				site := Site{Hidden: q.h, Rank: q.rank, Eps: 1e-6, Norm: g.Upload(norm), Down: down.m, Up: up.m}
 				var injW *weights
 				if q.inject {
 					injW = g.weights(rng, BF16, 4, 4*q.h, false)
@@ -529,16 +356,16 @@ func TestMix(t *testing.T) {
 				for i := range in {
 					in[i] = float32(2 * sigmoid(rng.NormFloat64()))
 				}
-				xp, inp, mix := upload(g, xw), upload(g, in), g.poisoned(2*q.rows*q.h)
-				yp := upload(g, yw)
+				xp, inp, mix := g.Upload(xw), g.Upload(in), g.Poisoned(2*q.rows*q.h)
+				yp := g.Upload(yw)
 				if !q.y {
 					yp = 0
 				}
-				g.check(g.set.Mix(g.c, g.s, site, xp, yp, inp, q.rows, mix, g.room))
-				gotX, gotIn, gotMix := download[uint16](g, xp, q.rows*4*q.h), download[float32](g, inp, 4*q.rows), download[uint16](g, mix, q.rows*q.h)
+				g.Check(g.set.Mix(g.C, g.S, site, xp, yp, inp, q.rows, mix, g.room))
+				gotX, gotIn, gotMix := g.Download[uint16](xp, q.rows*4*q.h), g.Download[float32](inp, 4*q.rows), g.Download[uint16](mix, q.rows*q.h)
 				name := fmt.Sprintf("%d rank %d rows %d format %d library %v", q.h, q.rank, q.rows, q.f, library != "none")
 				rounded := q.f == E4M3 && library != "none" && q.rows >= widenFrom
-				var c comparison
+				var c gputest.Comparison
 				for _, r := range some(q.rows, 3) {
 					n := make([]float64, 4*q.h)
 					for s := range 4 {
@@ -584,11 +411,11 @@ func TestMix(t *testing.T) {
 					exact := mixed(func(v float64) float64 { return v })
 					for k, v := range mixed(func(v float64) float64 { return unbf16(bf16(v)) }) {
 						got := unbf16(gotMix[r*q.h+k])
-						c.add("", got, v, 1e9)
+						c.Add("", got, v, 4, 1e9)
 						diff += (got - exact[k]) * (got - exact[k])
 						ref += exact[k] * exact[k]
 					}
-					c.row(t, name+" mix", 3e-3)
+					c.End(t, name+" mix", 3e-3)
 					farthest = max(farthest, math.Sqrt(diff/ref))
 					diff, ref = 0, 0
 					if q.inject {
@@ -602,7 +429,7 @@ func TestMix(t *testing.T) {
 						t.Errorf("%s: a mixer wrote injection weights", name)
 					}
 				}
-				worst = max(worst, c.worst)
+				worst = max(worst, c.Worst)
 			}
 			t.Logf("library %v: worst relative L2 of a mix %.2e; against the formula without stored BF16 %.2e", library != "none", worst, farthest)
 		})

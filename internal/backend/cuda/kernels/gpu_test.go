@@ -5,174 +5,42 @@ import (
 	"errors"
 	"flag"
 	"fmt"
-	"io/fs"
 	"math"
 	"math/rand/v2"
-	"os"
 	"slices"
 	"testing"
-	"unsafe"
 
 	"ninfer/internal/backend/cuda/driver"
+	"ninfer/internal/backend/cuda/gputest"
+	"ninfer/internal/num"
 )
 
 var maxRows = flag.Int("rows", MaxRows, "test at most so many activation rows")
 
-var codeFlag = flag.String("code", "", "folder with a subfolder fatbin to test instead of the committed machine code")
-
 // gpu is a device with kernels loaded, for one test.
 type gpu struct {
-	t   *testing.T
-	c   *driver.Context
+	*gputest.GPU
 	set *Set
-	s   driver.Stream
-
-	taken []driver.Ptr // device memory, freed when the test ends
 }
 
 // withGPU runs f on the owner's thread, or skips with the reason.
 func withGPU(t *testing.T, f func(g *gpu)) {
 	t.Helper()
-	d, err := driver.Open()
-	var none *driver.NoDriverError
-	var old *driver.OldDriverError
-	var missing *driver.NoDeviceError
-	if errors.As(err, &none) || errors.As(err, &old) || errors.As(err, &missing) {
-		t.Skip(err)
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
-	o, err := driver.StartOwner(d, 0)
-	if errors.As(err, &missing) {
-		t.Skip(err)
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer o.Close()
-	var code fs.FS
-	if *codeFlag != "" {
-		code = os.DirFS(*codeFlag)
-	}
-	err = o.Do(func(c *driver.Context) (err error) {
-		// the owner's goroutine must not end, so nothing in f may call t.Fatal: failures that stop a test are panics with an error
-		defer func() {
-			switch p := recover().(type) {
-			case nil:
-			case error:
-				err = p
-			default:
-				panic(p)
-			}
-		}()
-		set, err := Load(c, code)
-		if err != nil {
-			return err
-		}
-		defer func() { _ = set.Unload(c) }()
-		s, err := c.NewStream()
-		if err != nil {
-			return err
-		}
-		g := &gpu{t: t, c: c, set: set, s: s}
-		defer func() {
-			for _, p := range g.taken {
-				_ = c.Free(p)
-			}
-		}()
-		f(g)
-		return nil
+	gputest.On(t, func(g *gputest.GPU) {
+		set, err := Load(g.C, gputest.Code())
+		g.Check(err)
+		defer func() { _ = set.Unload(g.C) }()
+		f(&gpu{g, set})
 	})
-	var arch *driver.ArchError
-	if errors.As(err, &arch) {
-		t.Skip(err)
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
-}
-
-func (g *gpu) check(err error) {
-	if err != nil {
-		panic(err)
-	}
-}
-
-func (g *gpu) alloc(n int) driver.Ptr {
-	g.t.Helper()
-	p, err := g.c.Alloc("test", uint64(n))
-	g.check(err)
-	g.taken = append(g.taken, p)
-	return p
-}
-
-func upload[T any](g *gpu, v []T) driver.Ptr {
-	g.t.Helper()
-	if len(v) == 0 {
-		return 0
-	}
-	b := unsafe.Slice((*byte)(unsafe.Pointer(&v[0])), uintptr(len(v))*unsafe.Sizeof(v[0]))
-	p := g.alloc(len(b))
-	g.check(g.c.ToDevice(g.s, p, b))
-	g.check(g.c.SyncStream(g.s))
-	return p
-}
-
-func download[T any](g *gpu, p driver.Ptr, n int) []T {
-	g.t.Helper()
-	v := make([]T, n)
-	b := unsafe.Slice((*byte)(unsafe.Pointer(&v[0])), uintptr(n)*unsafe.Sizeof(v[0]))
-	g.check(g.c.SyncStream(g.s))
-	g.check(g.c.ToHost(g.s, b, p))
-	g.check(g.c.SyncStream(g.s))
-	return v
-}
-
-// poisoned is output memory full of NaN, so that an element nobody wrote is seen.
-func (g *gpu) poisoned(n int) driver.Ptr {
-	g.t.Helper()
-	p := g.alloc(n)
-	g.check(g.c.Set(g.s, p, 0xff, uint64(n)))
-	return p
 }
 
 func run[P any](g *gpu, plan Plan, p *P, pdl bool) {
-	g.t.Helper()
-	g.check(g.set.Run(g.c, g.s, plan, p, pdl))
+	g.Check(g.set.Run(g.C, g.S, plan, p, pdl))
 }
 
-// ---- formats, written from the specification for the tests alone ----
-
-func bf16(x float64) uint16 {
-	b := math.Float32bits(float32(x))
-	return uint16((b + 0x7fff + b>>16&1) >> 16)
-}
-func unbf16(w uint16) float64 { return float64(math.Float32frombits(uint32(w) << 16)) }
-
-func e4m3(c uint8) float64 {
-	s, e, m := 1-2*float64(c>>7), int(c>>3&15), float64(c&7)
-	if e == 0 {
-		return s * m / 8 * math.Pow(2, -6)
-	}
-	return s * (1 + m/8) * math.Pow(2, float64(e-7))
-}
-
-func e2m1(c uint8) float64 {
-	v := []float64{0, 0.5, 1, 1.5, 2, 3, 4, 6}[c&7]
-	if c&8 != 0 {
-		return -v
-	}
-	return v
-}
-
-func f16(w uint16) float64 {
-	s, e, m := 1-2*float64(w>>15), int(w>>10&31), float64(w&1023)
-	if e == 0 {
-		return s * m / 1024 * math.Pow(2, -14)
-	}
-	return s * (1 + m/1024) * math.Pow(2, float64(e-15))
-}
+func bf16(x float64) uint16   { return num.ToBF16(float32(x)) }
+func unbf16(w uint16) float64 { return float64(num.FromBF16(w)) }
+func e4m3(c uint8) float64    { return float64(num.FromE4M3(c)) }
 
 // matrix is a random stored matrix with float64 access.
 type matrix struct {
@@ -245,14 +113,14 @@ func (m *matrix) at(r, k int) float64 {
 	}
 	kp := (m.k + 127) / 128 * 128
 	c := m.codes[(r*kp+k)/2] >> (4 * (k & 1)) & 15
-	return float64(int(c^8)-8) * f16(binary.LittleEndian.Uint16(m.scale[2*(r*kp/64+k/64):]))
+	return float64(int(c^8)-8) * float64(num.FromF16(binary.LittleEndian.Uint16(m.scale[2*(r*kp/64+k/64):])))
 }
 
 func (m *matrix) part(g *gpu, out driver.Ptr, outLd int, flags uint32) Part {
 	if m.scaleF32 {
 		flags |= PartScaleF32
 	}
-	return Part{W: upload(g, m.codes), Scale: upload(g, m.scale), Out: out, Rows: uint32(m.rows), OutLd: uint32(outLd), Flags: flags}
+	return Part{W: g.Upload(m.codes), Scale: g.Upload(m.scale), Out: out, Rows: uint32(m.rows), OutLd: uint32(outLd), Flags: flags}
 }
 
 // dot is the exact product of a row with x and the sum of magnitudes.
@@ -295,36 +163,6 @@ func activations(rng *rand.Rand, r, k int) (words []uint16, values [][]float64) 
 		values = append(values, row)
 	}
 	return words, values
-}
-
-// compare checks results against exact ones with kernels.md 16's bound for a matrix product: relative L2 and every single element.
-//
-// Storing the exact result in BF16 alone costs up to 3.9e-3 when a few elements dominate a short row, so the bound is 3e-3 or what
-// that rounding costs, plus a twentieth, whichever is larger.
-type comparison struct {
-	diff, ref, rounding float64
-	worst               string
-}
-
-func (c *comparison) add(what string, got, want, abs float64, ulps float64) {
-	c.diff += (got - want) * (got - want)
-	c.ref += want * want
-	c.rounding += (unbf16(bf16(want)) - want) * (unbf16(bf16(want)) - want)
-	ulp := math.Pow(2, math.Floor(math.Log2(math.Max(math.Abs(want), 1e-38)))-7)
-	if d := math.Abs(got - want); !(d <= ulps*ulp+1e-5*abs) && c.worst == "" {
-		c.worst = fmt.Sprintf("%s: %g, want %g", what, got, want)
-	}
-}
-
-func (c *comparison) done(t *testing.T, what string, bound float64) {
-	t.Helper()
-	l2 := math.Sqrt(c.diff / math.Max(c.ref, 1e-300))
-	if bound > 1e-3 {
-		bound = max(bound, 1.05*math.Sqrt(c.rounding/math.Max(c.ref, 1e-300)))
-	}
-	if c.worst != "" || !(l2 <= bound) {
-		t.Errorf("%s: relative L2 %.2e, bound %.0e; %s", what, l2, bound, c.worst)
-	}
 }
 
 // every is the rows a large matrix is checked at: both ends and every step-th.
@@ -386,7 +224,7 @@ func TestGemv(t *testing.T) {
 							flags, size = PartOutF32, 4
 						}
 						m := randomMatrix(rng, ff, n, sh.k, scaleF32 && ff == FormatE4M3)
-						out := g.poisoned(size * n * MaxRows)
+						out := g.Poisoned(size * n * MaxRows)
 						ms, outs, parts = append(ms, m), append(outs, out), append(parts, m.part(g, out, n, flags))
 					}
 					for r := 1; r <= *maxRows; r++ {
@@ -395,50 +233,50 @@ func TestGemv(t *testing.T) {
 						}
 						words, x := activations(rng, r, sh.k)
 						for i := range outs {
-							g.check(g.c.Set(g.s, outs[i], 0xff, uint64(2*parts[i].Rows*MaxRows)))
+							g.Check(g.C.Set(g.S, outs[i], 0xff, uint64(2*parts[i].Rows*MaxRows)))
 						}
 						plan, p, err := g.set.Limits.Gemv(f, uint32(r), uint32(sh.k), parts, first, Tuning{})
-						g.check(err)
-						p.X, p.XLd = upload(g, words), uint32(sh.k)
+						g.Check(err)
+						p.X, p.XLd = g.Upload(words), uint32(sh.k)
 						run(g, plan, &p, true)
 						for i, m := range ms {
 							f32 := parts[i].Flags&PartOutF32 != 0
 							var got []float64
 							if f32 {
-								for _, v := range download[float32](g, outs[i], m.rows*r) {
+								for _, v := range g.Download[float32](outs[i], m.rows*r) {
 									got = append(got, float64(v))
 								}
 							} else {
-								for _, v := range download[uint16](g, outs[i], m.rows*r) {
+								for _, v := range g.Download[uint16](outs[i], m.rows*r) {
 									got = append(got, unbf16(v))
 								}
 							}
 							for a := range r {
-								var c comparison
+								var c gputest.Comparison
 								for _, row := range every(m.rows, sh.step) {
 									want, abs := m.dot(row, x[a])
-									c.add(fmt.Sprintf("row %d", row), got[a*m.rows+row], want, abs, map[bool]float64{true: 0.02, false: 1}[f32])
+									c.Add(fmt.Sprintf("row %d", row), got[a*m.rows+row], want, map[bool]float64{true: 0.02, false: 1}[f32], 1e-5*abs)
 								}
 								bound := 3e-3
 								if f32 {
 									bound = 1e-4
 								}
-								c.done(t, fmt.Sprintf("%s format %d scale32 %v part %d R %d row %d", sh.name, f, scaleF32, i, r, a), bound)
+								c.End(t, fmt.Sprintf("%s format %d scale32 %v part %d R %d row %d", sh.name, f, scaleF32, i, r, a), bound)
 							}
 						}
 						// the naive kernel agrees too
 						if sh.step == 1 && r == 3 {
-							m, out := ms[0], g.poisoned(4*ms[0].rows*r)
+							m, out := ms[0], g.Poisoned(4*ms[0].rows*r)
 							run(g, Plan{Kernel: GemvNaive, Grid: uint32(m.rows+7) / 8}, &NaiveParams{
 								X: p.X, W: parts[0].W, Scale: parts[0].Scale, Out: out, R: uint32(r), XLd: p.XLd, K: uint32(sh.k), Rows: uint32(m.rows),
 								OutLd: uint32(m.rows), Format: uint32(f), Flags: parts[0].Flags | PartOutF32,
 							}, true)
-							var c comparison
-							for i, v := range download[float32](g, out, m.rows*r) {
+							var c gputest.Comparison
+							for i, v := range g.Download[float32](out, m.rows*r) {
 								want, abs := m.dot(i%m.rows, x[i/m.rows])
-								c.add("naive", float64(v), want, abs, 0.02)
+								c.Add("naive", float64(v), want, 0.02, 1e-5*abs)
 							}
-							c.done(t, sh.name+" naive", 1e-4)
+							c.End(t, sh.name+" naive", 1e-4)
 						}
 					}
 				}
@@ -471,14 +309,14 @@ func TestArgmax(t *testing.T) {
 		m.decoded = nil
 		const valid = 4990
 		for r := 1; r <= *maxRows; r++ {
-			logits := g.poisoned(4 * n * r)
+			logits := g.Poisoned(4 * n * r)
 			plan, p, err := g.set.Limits.Gemv(FormatBF16, uint32(r), k, []Part{m.part(g, logits, n, 0)}, 1, Tuning{})
-			g.check(err)
-			bests, out := g.poisoned(8*r*int(plan.Grid)), g.poisoned(4*r)
-			p.X, p.XLd, p.Best, p.ValidRows = upload(g, words), k, bests, valid
+			g.Check(err)
+			bests, out := g.Poisoned(8*r*int(plan.Grid)), g.Poisoned(4*r)
+			p.X, p.XLd, p.Best, p.ValidRows = g.Upload(words), k, bests, valid
 			run(g, plan, &p, true)
 			run(g, Plan{Kernel: BestMerge, Grid: uint32(r)}, &BestParams{Best: bests, Out: out, N: plan.Grid, R: uint32(r)}, true)
-			ids, got := download[uint32](g, out, r), download[uint16](g, logits, n*r)
+			ids, got := g.Download[uint32](out, r), g.Download[uint16](logits, n*r)
 			for a := range r {
 				want, top := 0, math.Inf(-1)
 				for i := range valid {
@@ -523,7 +361,7 @@ func TestHyperConnection(t *testing.T) {
 					norm[i] = bf16(0.3 * rng.NormFloat64())
 				}
 				dDown, dUp := down.part(g, 0, 0, 0), up.part(g, 0, 0, 0)
-				dInj, dNorm := upload(g, injW.codes), upload(g, norm)
+				dInj, dNorm := g.Upload(injW.codes), g.Upload(norm)
 				for r := 1; r <= *maxRows; r++ {
 					for _, pending := range []bool{true, false} {
 						if h == 2560 && (r != 1 && r != 3 && r != 8 || !pending) {
@@ -535,24 +373,24 @@ func TestHyperConnection(t *testing.T) {
 						for i := range inject {
 							inject[i] = rng.Float32() * 2
 						}
-						xOut, partial, square := g.poisoned(2*4*h*r), g.poisoned(4*4*(low+4)*r), g.poisoned(16*r)
-						mix, injOut := g.poisoned(2*h*r), g.poisoned(16*r)
+						xOut, partial, square := g.Poisoned(2*4*h*r), g.Poisoned(4*4*(low+4)*r), g.Poisoned(16*r)
+						mix, injOut := g.Poisoned(2*h*r), g.Poisoned(16*r)
 						plan, p, err := g.set.Limits.HcDown(f == FormatE4M3, uint32(r), uint32(h), uint32(low))
-						g.check(err)
-						p.X, p.Norm, p.Down, p.DownScale, p.InjW = upload(g, xw), dNorm, dDown.W, dDown.Scale, dInj
+						g.Check(err)
+						p.X, p.Norm, p.Down, p.DownScale, p.InjW = g.Upload(xw), dNorm, dDown.W, dDown.Scale, dInj
 						p.XOut, p.Partial, p.Square = xOut, partial, square
 						if pending {
-							p.Y, p.Inject = upload(g, yw), upload(g, inject)
+							p.Y, p.Inject = g.Upload(yw), g.Upload(inject)
 						}
 						uPlan, u, err := g.set.Limits.HcUp(f == FormatE4M3, uint32(r), uint32(h), uint32(low))
-						g.check(err)
+						g.Check(err)
 						u.X, u.Norm, u.Partial, u.Square, u.Up, u.UpScale, u.Mix, u.Inject = xOut, dNorm, partial, square, dUp.W, dUp.Scale, mix, injOut
 						if variant == 2 {
 							p.ScaleF32, u.ScaleF32 = 1, 1
 						}
 						run(g, plan, &p, true)
 						run(g, uPlan, &u, true)
-						gotX, gotMix, gotInj := download[uint16](g, xOut, 4*h*r), download[uint16](g, mix, h*r), download[float32](g, injOut, 4*r)
+						gotX, gotMix, gotInj := g.Download[uint16](xOut, 4*h*r), g.Download[uint16](mix, h*r), g.Download[float32](injOut, 4*r)
 						what := fmt.Sprintf("H %d rank %d variant %d R %d pending %v", h, low, variant, r, pending)
 						for a := range r {
 							// exact streams, then everything else from the streams as stored
@@ -582,22 +420,21 @@ func TestHyperConnection(t *testing.T) {
 								d, _ := down.dot(i, n)
 								lowv[i] = d / 4 * sigmoid(d/4)
 							}
-							var c comparison
+							var c gputest.Comparison
 							for _, j := range every(h, 7) {
 								want := 0.0
 								for s := range 4 {
 									m, _ := up.dot(s*h+j, lowv)
 									want += sigmoid(m) * n[s*h+j] / 4
 								}
-								c.add(fmt.Sprintf("mix %d", j), unbf16(gotMix[a*h+j]), want, 10, 2)
+								c.Add(fmt.Sprintf("mix %d", j), unbf16(gotMix[a*h+j]), want, 2, 1e-4)
 							}
-							c.done(t, what+" mix", 3e-3)
-							c = comparison{}
+							c.End(t, what+" mix", 3e-3)
 							for i := range 4 {
 								d, _ := injW.dot(i, n)
-								c.add(fmt.Sprintf("inject %d", i), float64(gotInj[4*a+i]), 2*sigmoid(d/4), 1, 0.05)
+								c.Add(fmt.Sprintf("inject %d", i), float64(gotInj[4*a+i]), 2*sigmoid(d/4), 0.05, 1e-5)
 							}
-							c.done(t, what+" inject", 1e-4)
+							c.End(t, what+" inject", 1e-4)
 						}
 					}
 				}
@@ -609,9 +446,9 @@ func TestHyperConnection(t *testing.T) {
 // More memory than there is: a typed error with what was asked for and what there is, and the device goes on.
 func TestTooLittleMemory(t *testing.T) {
 	withGPU(t, func(g *gpu) {
-		_, total, err := g.c.MemInfo()
-		g.check(err)
-		_, err = g.c.Alloc("weights", total+1)
+		_, total, err := g.C.MemInfo()
+		g.Check(err)
+		_, err = g.C.Alloc("weights", total+1)
 		var e *driver.MemoryError
 		if !errors.As(err, &e) || e.Need != total+1 || e.Total != total || e.Free > total {
 			t.Errorf("got %v", err)
@@ -619,7 +456,7 @@ func TestTooLittleMemory(t *testing.T) {
 		t.Log(err)
 		var taken []driver.Ptr // until it is full
 		for len(taken) < 1000 {
-			p, err := g.c.Alloc("weights", 1<<30)
+			p, err := g.C.Alloc("weights", 1<<30)
 			if err != nil {
 				if !errors.As(err, &e) {
 					t.Errorf("got %v", err)
@@ -630,9 +467,9 @@ func TestTooLittleMemory(t *testing.T) {
 			taken = append(taken, p)
 		}
 		for _, p := range taken {
-			g.check(g.c.Free(p))
+			g.Check(g.C.Free(p))
 		}
-		if got := download[uint32](g, upload(g, []uint32{7}), 1); got[0] != 7 {
+		if got := g.Download[uint32](g.Upload([]uint32{7}), 1); got[0] != 7 {
 			t.Errorf("after a failed allocation: %v", got)
 		}
 	})
@@ -673,14 +510,14 @@ func (b *bank) dot(e, row int, x []float64) (sum float64) {
 		c := b.bytes[(e*b.n+row)*b.k/2+k/2] >> (4 * (k & 1)) & 15
 		g := k / 16
 		swz := (row/128*(b.k/64)+g/4)*512 + row%32*16 + row%128/32*4 + g%4
-		sum += e2m1(c) * e4m3(b.bytes[b.scaleAt+e*b.n*b.k/16+swz]) * v
+		sum += float64(num.FromE2M1(c)) * e4m3(b.bytes[b.scaleAt+e*b.n*b.k/16+swz]) * v
 	}
 	return sum / float64(b.divisor[e])
 }
 
 func (b *bank) pack(g *gpu, paired bool) driver.Ptr {
-	raw := upload(g, b.bytes)
-	out := g.poisoned(b.e * b.n * b.k * 9 / 16)
+	raw := g.Upload(b.bytes)
+	out := g.Poisoned(b.e * b.n * b.k * 9 / 16)
 	p := &RepackParams{Codes: raw, Scales: raw + driver.Ptr(b.scaleAt), Bank: out, N: uint32(b.n), K: uint32(b.k), Count: uint32(b.e)}
 	if paired {
 		p.Paired = 1
@@ -698,9 +535,9 @@ func TestExperts(t *testing.T) {
 				panic("bad shape")
 			}
 			dUp, dDown := upB.pack(g, true), downB.pack(g, false)
-			dUpDiv, dDownDiv := upload(g, upB.divisor), upload(g, downB.divisor)
+			dUpDiv, dDownDiv := g.Upload(upB.divisor), g.Upload(downB.divisor)
 			sharedDown := randomMatrix(rng, FormatBF16, sh.h, sh.inner, false)
-			dShared := upload(g, sharedDown.codes)
+			dShared := g.Upload(sharedDown.codes)
 			for variant := range 3 {
 				f := FormatBF16
 				if variant > 0 {
@@ -715,50 +552,48 @@ func TestExperts(t *testing.T) {
 						continue
 					}
 					words, x := activations(rng, r, sh.h)
-					dx := upload(g, words)
-					logits, hs, sl := g.poisoned(4*r*sh.experts), g.poisoned(2*r*sh.inner), g.poisoned(4*r)
-					hid, out, distinct := g.poisoned(2*r*sh.topk*sh.inner), g.poisoned(2*r*sh.h), g.poisoned(4)
+					dx := g.Upload(words)
+					logits, hs, sl := g.Poisoned(4*r*sh.experts), g.Poisoned(2*r*sh.inner), g.Poisoned(4*r)
+					hid, out, distinct := g.Poisoned(2*r*sh.topk*sh.inner), g.Poisoned(2*r*sh.h), g.Poisoned(4)
 					rPlan, rp, err := g.set.Limits.Router(f == FormatE4M3, uint32(r), uint32(sh.h), uint32(sh.experts), uint32(sh.inner))
-					g.check(err)
+					g.Check(err)
 					rp.X, rp.Router, rp.RouterScale, rp.Gate, rp.GateScale, rp.Up, rp.UpScale = dx, pr.W, pr.Scale, pg.W, pg.Scale, pu.W, pu.Scale
 					rp.Shared, rp.Logits, rp.Hidden, rp.SharedLogit = ps.W, logits, hs, sl
 					if variant == 2 {
 						rp.ScaleF32 = 1
 					}
 					uPlan, upp, err := g.set.Limits.ExpertUp(uint32(r), uint32(sh.h), uint32(sh.experts), uint32(sh.topk), uint32(sh.inner), Tuning{})
-					g.check(err)
+					g.Check(err)
 					upp.X, upp.Logits, upp.Bank, upp.Divisor, upp.Hidden, upp.Distinct = dx, logits, dUp, dUpDiv, hid, distinct
 					dPlan, dp, err := g.set.Limits.ExpertDown(uint32(r), uint32(sh.h), uint32(sh.experts), uint32(sh.topk), uint32(sh.inner), true)
-					g.check(err)
+					g.Check(err)
 					dp.Logits, dp.Hidden, dp.Bank, dp.Divisor, dp.SharedW, dp.SharedHidden, dp.SharedLogit, dp.Out = logits, hid, dDown, dDownDiv, dShared, hs, sl, out
 					run(g, rPlan, &rp, true)
 					run(g, uPlan, &upp, true)
 					run(g, dPlan, &dp, true)
 					what := fmt.Sprintf("H %d I %d E %d top %d variant %d R %d", sh.h, sh.inner, sh.experts, sh.topk, variant, r)
-					gotL, gotHs, gotSl := download[float32](g, logits, r*sh.experts), download[uint16](g, hs, r*sh.inner), download[float32](g, sl, r)
-					gotH, gotOut := download[uint16](g, hid, r*sh.topk*sh.inner), download[uint16](g, out, r*sh.h)
+					gotL, gotHs, gotSl := g.Download[float32](logits, r*sh.experts), g.Download[uint16](hs, r*sh.inner), g.Download[float32](sl, r)
+					gotH, gotOut := g.Download[uint16](hid, r*sh.topk*sh.inner), g.Download[uint16](out, r*sh.h)
 					chosen := map[int]bool{}
 					for a := range r {
-						var c comparison
+						var c gputest.Comparison
 						for e := range sh.experts {
 							want, abs := router.dot(e, x[a])
-							c.add(fmt.Sprintf("logit %d", e), float64(gotL[a*sh.experts+e]), want, abs, 0.02)
+							c.Add(fmt.Sprintf("logit %d", e), float64(gotL[a*sh.experts+e]), want, 0.02, 1e-5*abs)
 						}
 						want, abs := shared.dot(0, x[a])
-						c.add("shared logit", float64(gotSl[a]), want, abs, 0.02)
-						c.done(t, what+" router", 1e-4)
-						c = comparison{}
+						c.Add("shared logit", float64(gotSl[a]), want, 0.02, 1e-5*abs)
+						c.End(t, what+" router", 1e-4)
 						sharedV := make([]float64, sh.inner)
 						for i := range sh.inner {
 							u, _ := gate.dot(i, x[a])
 							v, _ := up.dot(i, x[a])
 							sharedV[i] = unbf16(gotHs[a*sh.inner+i])
-							c.add(fmt.Sprintf("shared hidden %d", i), sharedV[i], u*sigmoid(u)*v, 1e3, 2)
+							c.Add(fmt.Sprintf("shared hidden %d", i), sharedV[i], u*sigmoid(u)*v, 2, 1e-2)
 						}
-						c.done(t, what+" shared hidden", 3e-3)
+						c.End(t, what+" shared hidden", 3e-3)
 						// routing from the logits as stored: rank order, ties to the lower id
 						ids, ws := topOf(gotL[a*sh.experts:(a+1)*sh.experts], sh.topk)
-						c = comparison{}
 						var routed [][]float64
 						for j, e := range ids {
 							chosen[e] = true
@@ -769,22 +604,21 @@ func TestExperts(t *testing.T) {
 							routed = append(routed, hv)
 							for _, i := range every(sh.inner, 7) {
 								u, v := upB.dot(e, i, x[a]), upB.dot(e, sh.inner+i, x[a])
-								c.add(fmt.Sprintf("expert %d hidden %d", e, i), hv[i], u*sigmoid(u)*v, 1e3, 2)
+								c.Add(fmt.Sprintf("expert %d hidden %d", e, i), hv[i], u*sigmoid(u)*v, 2, 1e-2)
 							}
 						}
-						c.done(t, what+" hidden", 3e-3)
-						c = comparison{}
+						c.End(t, what+" hidden", 3e-3)
 						for _, i := range every(sh.h, 13) {
 							s, _ := sharedDown.dot(i, sharedV)
 							v := sigmoid(float64(gotSl[a])) * s
 							for j, e := range ids {
 								v += ws[j] * downB.dot(e, i, routed[j])
 							}
-							c.add(fmt.Sprintf("out %d", i), unbf16(gotOut[a*sh.h+i]), v, 1e4, 2)
+							c.Add(fmt.Sprintf("out %d", i), unbf16(gotOut[a*sh.h+i]), v, 2, 0.1)
 						}
-						c.done(t, what+" out", 3e-3)
+						c.End(t, what+" out", 3e-3)
 					}
-					if d := download[uint32](g, distinct, 1)[0]; int(d) != len(chosen) {
+					if d := g.Download[uint32](distinct, 1)[0]; int(d) != len(chosen) {
 						t.Errorf("%s: %d distinct experts, want %d", what, d, len(chosen))
 					}
 				}
@@ -804,51 +638,51 @@ func TestRowsAlone(t *testing.T) {
 				h, low, inner, experts, topk := sh.h, sh.low, sh.inner, sh.experts, sh.topk
 				xw, _ := activations(rng, 4*rows, h)
 				yw, _ := activations(rng, rows, h)
-				x, y := upload(g, xw), upload(g, yw)
+				x, y := g.Upload(xw), g.Upload(yw)
 				inject := make([]float32, 4*rows)
 				for i := range inject {
 					inject[i] = rng.Float32()
 				}
-				inj, norm := upload(g, inject), upload(g, make([]uint16, 4*h))
+				inj, norm := g.Upload(inject), g.Upload(make([]uint16, 4*h))
 				down, up := randomMatrix(rng, f, low, 4*h, false).part(g, 0, 0, 0), randomMatrix(rng, f, 4*h, low, false).part(g, 0, 0, 0)
 				injW := randomMatrix(rng, FormatBF16, 4, 4*h, false).part(g, 0, 0, 0)
 				router, gate, upW := randomMatrix(rng, f, experts, h, false).part(g, 0, 0, 0), randomMatrix(rng, f, inner, h, false).part(g, 0, 0, 0), randomMatrix(rng, f, inner, h, false).part(g, 0, 0, 0)
 				vector, sharedDown := randomMatrix(rng, FormatBF16, 1, h, false).part(g, 0, 0, 0), randomMatrix(rng, FormatBF16, h, inner, false).part(g, 0, 0, 0)
 				upB, downB := randomBank(rng, experts, 2*inner, h), randomBank(rng, experts, h, inner)
-				dUp, dDown, upDiv, downDiv := upB.pack(g, true), downB.pack(g, false), upload(g, upB.divisor), upload(g, downB.divisor)
+				dUp, dDown, upDiv, downDiv := upB.pack(g, true), downB.pack(g, false), g.Upload(upB.divisor), g.Upload(downB.divisor)
 				upLimits, downLimits := g.set.Limits, g.set.Limits
-				distinct := g.poisoned(4)
+				distinct := g.Poisoned(4)
 				// run1 gives everything that rows [first, first + r) leave behind
 				run1 := func(first, r int) (mix, out []uint16, injOut, logits []float32) {
 					R, H, L, E, K, I := uint32(r), uint32(h), uint32(low), uint32(experts), uint32(topk), uint32(inner)
 					at := driver.Ptr(first)
-					xOut, partial, square := g.poisoned(8*h*r), g.poisoned(16*(low+4)*r), g.poisoned(16*r)
-					mixP, injP, outP := g.poisoned(2*h*r), g.poisoned(16*r), g.poisoned(2*h*r)
+					xOut, partial, square := g.Poisoned(8*h*r), g.Poisoned(16*(low+4)*r), g.Poisoned(16*r)
+					mixP, injP, outP := g.Poisoned(2*h*r), g.Poisoned(16*r), g.Poisoned(2*h*r)
 					plan, p, err := g.set.Limits.HcDown(f == FormatE4M3, R, H, L)
-					g.check(err)
+					g.Check(err)
 					p.X, p.Y, p.Inject, p.Norm, p.Down, p.DownScale, p.InjW = x+at*driver.Ptr(8*h), y+at*driver.Ptr(2*h), inj+at*16, norm, down.W, down.Scale, injW.W
 					p.XOut, p.Partial, p.Square = xOut, partial, square
 					run(g, plan, &p, true)
 					uPlan, u, err := g.set.Limits.HcUp(f == FormatE4M3, R, H, L)
-					g.check(err)
+					g.Check(err)
 					u.X, u.Norm, u.Partial, u.Square, u.Up, u.UpScale, u.Mix, u.Inject = xOut, norm, partial, square, up.W, up.Scale, mixP, injP
 					run(g, uPlan, &u, true)
-					lg, hs, sl, hid := g.poisoned(4*r*experts), g.poisoned(2*r*inner), g.poisoned(4*r), g.poisoned(2*r*topk*inner)
+					lg, hs, sl, hid := g.Poisoned(4*r*experts), g.Poisoned(2*r*inner), g.Poisoned(4*r), g.Poisoned(2*r*topk*inner)
 					rPlan, rp, err := g.set.Limits.Router(f == FormatE4M3, R, H, E, I)
-					g.check(err)
+					g.Check(err)
 					rp.X, rp.Router, rp.RouterScale, rp.Gate, rp.GateScale, rp.Up, rp.UpScale = mixP, router.W, router.Scale, gate.W, gate.Scale, upW.W, upW.Scale
 					rp.Shared, rp.Logits, rp.Hidden, rp.SharedLogit = vector.W, lg, hs, sl
 					run(g, rPlan, &rp, true)
 					ePlan, ep, err := upLimits.ExpertUp(R, H, E, K, I, Tuning{})
-					g.check(err)
+					g.Check(err)
 					ep.Distinct = distinct
 					ep.X, ep.Logits, ep.Bank, ep.Divisor, ep.Hidden = mixP, lg, dUp, upDiv, hid
 					run(g, ePlan, &ep, true)
 					dPlan, dp, err := downLimits.ExpertDown(R, H, E, K, I, true)
-					g.check(err)
+					g.Check(err)
 					dp.Logits, dp.Hidden, dp.Bank, dp.Divisor, dp.SharedW, dp.SharedHidden, dp.SharedLogit, dp.Out = lg, hid, dDown, downDiv, sharedDown.W, hs, sl, outP
 					run(g, dPlan, &dp, true)
-					return download[uint16](g, mixP, h*r), download[uint16](g, outP, h*r), download[float32](g, injP, 4*r), download[float32](g, lg, experts*r)
+					return g.Download[uint16](mixP, h*r), g.Download[uint16](outP, h*r), g.Download[float32](injP, 4*r), g.Download[float32](lg, experts*r)
 				}
 				mix, out, injOut, logits := run1(0, rows)
 				for _, r := range []int{1, 3} {
@@ -862,10 +696,10 @@ func TestRowsAlone(t *testing.T) {
 				}
 				// where shared memory is short, a block of experts has one row
 				run1(0, rows)
-				counted := download[uint32](g, distinct, 1)[0]
+				counted := g.Download[uint32](distinct, 1)[0]
 				for upLimits.SharedPerBlock > 0 {
 					plan, _, err := upLimits.ExpertUp(rows, uint32(h), uint32(experts), uint32(topk), uint32(inner), Tuning{})
-					g.check(err)
+					g.Check(err)
 					if plan.Kernel == ExpertGateUp {
 						break
 					}
@@ -873,7 +707,7 @@ func TestRowsAlone(t *testing.T) {
 				}
 				for downLimits.SharedPerBlock > 0 {
 					plan, _, err := downLimits.ExpertDown(rows, uint32(h), uint32(experts), uint32(topk), uint32(inner), true)
-					g.check(err)
+					g.Check(err)
 					if plan.Kernel == ExpertDown {
 						break
 					}
@@ -883,7 +717,7 @@ func TestRowsAlone(t *testing.T) {
 				if !slices.Equal(m, mix) || !slices.Equal(o, out) || !slices.Equal(i, injOut) || !slices.Equal(l, logits) {
 					t.Errorf("H %d format %d: other bits with a block for each row", h, f)
 				}
-				if d := download[uint32](g, distinct, 1)[0]; d != counted {
+				if d := g.Download[uint32](distinct, 1)[0]; d != counted {
 					t.Errorf("H %d format %d: %d distinct experts, %d with a block for each row", h, f, counted, d)
 				}
 			}
@@ -899,9 +733,9 @@ func TestStreamedRowsAlone(t *testing.T) {
 			for _, f := range []Format{FormatBF16, FormatE4M3} {
 				w, plain := randomMatrix(rng, f, sh.rows, sh.k, false).part(g, 0, 0, 0), randomMatrix(rng, FormatBF16, 48, sh.k, false).part(g, 0, 0, 0)
 				words, _ := activations(rng, MaxRows, sh.k)
-				x := upload(g, words)
+				x := g.Upload(words)
 				product := func(first, r int) []float32 {
-					out := g.poisoned(4 * (sh.rows + 48) * r)
+					out := g.Poisoned(4 * (sh.rows + 48) * r)
 					parts := []Part{w, plain}
 					for i := range parts {
 						parts[i].Out, parts[i].OutLd, parts[i].Flags = out+driver.Ptr(4*i*sh.rows), uint32(sh.rows+48), parts[i].Flags|PartOutF32
@@ -911,10 +745,10 @@ func TestStreamedRowsAlone(t *testing.T) {
 						from = 1
 					}
 					plan, p, err := g.set.Limits.Gemv(f, uint32(r), uint32(sh.k), parts, from, Tuning{})
-					g.check(err)
+					g.Check(err)
 					p.X, p.XLd = x+driver.Ptr(2*first*sh.k), uint32(sh.k)
 					run(g, plan, &p, true)
-					return download[float32](g, out, (sh.rows+48)*r)
+					return g.Download[float32](out, (sh.rows+48)*r)
 				}
 				all := product(0, MaxRows)
 				for r := 1; r < MaxRows; r++ {
@@ -958,19 +792,19 @@ func TestRoutingTies(t *testing.T) {
 		const h, inner, e, topk = 128, 128, 64, 4
 		rng := rand.New(rand.NewPCG(9, 10))
 		b := randomBank(rng, e, 2*inner, h)
-		packed, div := b.pack(g, true), upload(g, b.divisor)
+		packed, div := b.pack(g, true), g.Upload(b.divisor)
 		for r := 1; r <= 3; r++ {
 			logits := make([]float32, r*e)
 			for a := range r {
 				logits[a*e+40], logits[a*e+13], logits[a*e+50] = 1, 1, 2
 			}
 			words, x := activations(rng, r, h)
-			hid := g.poisoned(2 * r * topk * inner)
+			hid := g.Poisoned(2 * r * topk * inner)
 			plan, p, err := g.set.Limits.ExpertUp(uint32(r), h, e, topk, inner, Tuning{})
-			g.check(err)
-			p.X, p.Logits, p.Bank, p.Divisor, p.Hidden = upload(g, words), upload(g, logits), packed, div, hid
+			g.Check(err)
+			p.X, p.Logits, p.Bank, p.Divisor, p.Hidden = g.Upload(words), g.Upload(logits), packed, div, hid
 			run(g, plan, &p, false)
-			got := download[uint16](g, hid, r*topk*inner)
+			got := g.Download[uint16](hid, r*topk*inner)
 			for a := range r {
 				for j, want := range []int{50, 13, 40, 0} {
 					u, v := b.dot(want, 5, x[a]), b.dot(want, inner+5, x[a])

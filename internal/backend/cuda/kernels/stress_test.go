@@ -29,13 +29,13 @@ func newChain(g *gpu, rng *rand.Rand, r, h, low, experts, topk, inner, layers in
 	}
 	ch := &chain{g: g}
 	xw, _ := activations(rng, 4*r, h)
-	x := [2]driver.Ptr{upload(g, xw), g.poisoned(8 * r * h)}
-	first := upload(g, xw)
-	inject := [2]driver.Ptr{upload(g, make([]float32, 4*r)), g.poisoned(16 * r)}
-	y, mix := upload(g, make([]uint16, r*h)), g.poisoned(2*r*h)
-	partial, square := g.poisoned(16*r*(low+4)), g.poisoned(16*r)
-	wide := g.poisoned(2 * r * (h + 48))
-	logits, hs, sl, hid := g.poisoned(4*r*experts), g.poisoned(2*r*inner), g.poisoned(4*r), g.poisoned(2*r*topk*inner)
+	x := [2]driver.Ptr{g.Upload(xw), g.Poisoned(8 * r * h)}
+	first := g.Upload(xw)
+	inject := [2]driver.Ptr{g.Upload(make([]float32, 4*r)), g.Poisoned(16 * r)}
+	y, mix := g.Upload(make([]uint16, r*h)), g.Poisoned(2*r*h)
+	partial, square := g.Poisoned(16*r*(low+4)), g.Poisoned(16*r)
+	wide := g.Poisoned(2 * r * (h + 48))
+	logits, hs, sl, hid := g.Poisoned(4*r*experts), g.Poisoned(2*r*inner), g.Poisoned(4*r), g.Poisoned(2*r*topk*inner)
 	R, H, L, E, K, I := uint32(r), uint32(h), uint32(low), uint32(experts), uint32(topk), uint32(inner)
 	add := func(f func(pdl bool)) { ch.launch = append(ch.launch, f) }
 	for l := range layers {
@@ -45,14 +45,14 @@ func newChain(g *gpu, rng *rand.Rand, r, h, low, experts, topk, inner, layers in
 		}
 		down, up := randomMatrix(rng, f, low, 4*h, false).part(g, 0, 0, 0), randomMatrix(rng, f, 4*h, low, false).part(g, 0, 0, 0)
 		injW := randomMatrix(rng, FormatBF16, 4, 4*h, false).part(g, 0, 0, 0)
-		dn := upload(g, norm)
+		dn := g.Upload(norm)
 		dPlan, dp, err := g.set.Limits.HcDown(fp8, R, H, L)
-		g.check(err)
+		g.Check(err)
 		dp.X, dp.XOut, dp.Y, dp.Inject, dp.Norm, dp.Down, dp.DownScale, dp.InjW = x[l%2], x[1-l%2], y, inject[l%2], dn, down.W, down.Scale, injW.W
 		dp.Partial, dp.Square = partial, square
 		add(func(pdl bool) { run(g, dPlan, &dp, pdl) })
 		uPlan, up2, err := g.set.Limits.HcUp(fp8, R, H, L)
-		g.check(err)
+		g.Check(err)
 		up2.X, up2.Norm, up2.Partial, up2.Square, up2.Up, up2.UpScale, up2.Mix, up2.Inject = x[1-l%2], dn, partial, square, up.W, up.Scale, mix, inject[1-l%2]
 		add(func(pdl bool) { run(g, uPlan, &up2, pdl) })
 
@@ -62,38 +62,38 @@ func newChain(g *gpu, rng *rand.Rand, r, h, low, experts, topk, inner, layers in
 			bf16From = 1
 		}
 		gPlan, gp, err := g.set.Limits.Gemv(f, R, H, parts, bf16From, Tuning{})
-		g.check(err)
+		g.Check(err)
 		gp.X, gp.XLd = mix, H
 		add(func(pdl bool) { run(g, gPlan, &gp, pdl) })
 
 		router, gate, upW := randomMatrix(rng, f, experts, h, false).part(g, 0, 0, 0), randomMatrix(rng, f, inner, h, false).part(g, 0, 0, 0), randomMatrix(rng, f, inner, h, false).part(g, 0, 0, 0)
 		rPlan, rp, err := g.set.Limits.Router(fp8, R, H, E, I)
-		g.check(err)
+		g.Check(err)
 		rp.X, rp.Router, rp.RouterScale, rp.Gate, rp.GateScale, rp.Up, rp.UpScale = wide, router.W, router.Scale, gate.W, gate.Scale, upW.W, upW.Scale
 		rp.Shared, rp.Logits, rp.Hidden, rp.SharedLogit = randomMatrix(rng, FormatBF16, 1, h, false).part(g, 0, 0, 0).W, logits, hs, sl
 		add(func(pdl bool) { run(g, rPlan, &rp, pdl) })
 		upB, downB := randomBank(rng, experts, 2*inner, h), randomBank(rng, experts, h, inner)
 		ePlan, ep, err := g.set.Limits.ExpertUp(R, H, E, K, I, Tuning{})
-		g.check(err)
-		ep.X, ep.Logits, ep.Bank, ep.Divisor, ep.Hidden = wide, logits, upB.pack(g, true), upload(g, upB.divisor), hid
+		g.Check(err)
+		ep.X, ep.Logits, ep.Bank, ep.Divisor, ep.Hidden = wide, logits, upB.pack(g, true), g.Upload(upB.divisor), hid
 		add(func(pdl bool) { run(g, ePlan, &ep, pdl) })
 		// without programmatic edges every kernel starts after its predecessor has ended, so reading early is right there too
 		oPlan, op, err := g.set.Limits.ExpertDown(R, H, E, K, I, true)
-		g.check(err)
-		op.Logits, op.Hidden, op.Bank, op.Divisor = logits, hid, downB.pack(g, false), upload(g, downB.divisor)
+		g.Check(err)
+		op.Logits, op.Hidden, op.Bank, op.Divisor = logits, hid, downB.pack(g, false), g.Upload(downB.divisor)
 		op.SharedW, op.SharedHidden, op.SharedLogit, op.Out = randomMatrix(rng, FormatBF16, h, inner, false).part(g, 0, 0, 0).W, hs, sl, y
 		add(func(pdl bool) { run(g, oPlan, &op, pdl) })
 	}
 	ch.reset = func() {
-		g.check(g.c.Copy(g.s, x[0], first, uint64(8*r*h)))
+		g.Check(g.C.Copy(g.S, x[0], first, uint64(8*r*h)))
 		for _, p := range []driver.Ptr{x[1], wide, mix, hid} {
-			g.check(g.c.Set(g.s, p, 0xff, uint64(2*r*h)))
+			g.Check(g.C.Set(g.S, p, 0xff, uint64(2*r*h)))
 		}
-		g.check(g.c.Set(g.s, y, 0, uint64(2*r*h)))
-		g.check(g.c.Set(g.s, inject[0], 0, uint64(16*r)))
+		g.Check(g.C.Set(g.S, y, 0, uint64(2*r*h)))
+		g.Check(g.C.Set(g.S, inject[0], 0, uint64(16*r)))
 	}
 	ch.result = func() []byte {
-		return slices.Concat(download[byte](g, y, 2*r*h), download[byte](g, x[0], 8*r*h), download[byte](g, x[1], 8*r*h), download[byte](g, logits, 4*r*experts))
+		return slices.Concat(g.Download[byte](y, 2*r*h), g.Download[byte](x[0], 8*r*h), g.Download[byte](x[1], 8*r*h), g.Download[byte](logits, 4*r*experts))
 	}
 	return ch
 }
@@ -135,13 +135,13 @@ func TestReplay(t *testing.T) {
 			}
 			// the reset is part of the graph's input, not of the graph: a replay goes on from the streams it left, so it is checked
 			// against the same number of direct rounds
-			e, nodes, err := g.c.Capture(g.s, func() error { all(true); return nil })
-			g.check(err)
+			e, nodes, err := g.C.Capture(g.S, func() error { all(true); return nil })
+			g.Check(err)
 			if nodes != len(ch.launch) {
 				t.Errorf("%d nodes captured for %d launches", nodes, len(ch.launch))
 			}
 			ch.reset()
-			g.check(g.c.GraphLaunch(e, g.s))
+			g.Check(g.C.GraphLaunch(e, g.S))
 			if !bytes.Equal(ch.result(), want) {
 				t.Errorf("R %d H %d fp8 %v: a graph's replay differs", sh.r, sh.h, sh.fp8)
 			}
@@ -165,7 +165,7 @@ func TestReplay(t *testing.T) {
 			bad := 0
 			for i := range sh.replays {
 				ch.reset()
-				g.check(g.c.GraphLaunch(e, g.s))
+				g.Check(g.C.GraphLaunch(e, g.S))
 				if i%97 == 0 || i == sh.replays-1 {
 					if !bytes.Equal(ch.result(), want) {
 						bad++
@@ -178,7 +178,7 @@ func TestReplay(t *testing.T) {
 				t.Errorf("R %d H %d fp8 %v: %d of %d looks at %d replays differ", sh.r, sh.h, sh.fp8, bad, sh.replays/97+1, sh.replays)
 			}
 			t.Logf("R %d H %d fp8 %v: %d replays of %d kernels", sh.r, sh.h, sh.fp8, sh.replays, nodes)
-			g.check(g.c.DestroyExec(e))
+			g.Check(g.C.DestroyExec(e))
 		}
 	})
 }
