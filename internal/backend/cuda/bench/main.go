@@ -42,26 +42,29 @@ type row struct {
 	Command         string  `json:"command"`
 }
 
+var (
+	code    = flag.String("code", "", "folder with a subfolder fatbin to use instead of the built-in machine code")
+	match   = flag.String("match", "", "run only ops whose name matches")
+	sweep   = flag.Bool("sweep", false, "also time other tunings")
+	out     = flag.String("out", "", "write rows to this file")
+	into    = flag.String("merge", "", "replace rows of this file by the new ones of the same what, name, variant, context, batch")
+	commit  = flag.String("commit", "", "commit to note in the rows")
+	device  = flag.Int("device", 0, "GPU")
+	batches = flag.String("batches", "1,2,4,8", "activation rows to time")
+	files   = flag.String("load", "", "also time loading these files (comma separated) from the page cache")
+	stamps  = flag.Bool("stamps", false, "the code is a debug build (-DNINFER_STAMPS): print where the time inside kernels goes")
+)
+
 func main() {
-	code := flag.String("code", "", "folder with a subfolder fatbin to use instead of the built-in machine code")
-	match := flag.String("match", "", "run only ops whose name matches")
-	sweep := flag.Bool("sweep", false, "also time other tunings")
-	out := flag.String("out", "", "write rows to this file")
-	merge := flag.String("merge", "", "replace rows of this file by the new ones of the same what, name, variant, context, batch")
-	commit := flag.String("commit", "", "commit to note in the rows")
-	device := flag.Int("device", 0, "GPU")
-	batches := flag.String("batches", "1,2,4,8", "activation rows to time")
-	load := flag.String("load", "", "also time loading these files (comma separated) from the page cache")
-	stamps := flag.Bool("stamps", false, "the code is a debug build (-DNINFER_STAMPS): print where the time inside kernels goes")
 	flag.Parse()
-	if err := run(*code, *match, *sweep, *out, *merge, *commit, *device, *stamps, *batches, *load); err != nil {
+	if err := run(); err != nil {
 		fmt.Fprintln(os.Stderr, "bench:", err)
 		os.Exit(1)
 	}
 }
 
-func run(code, match string, sweep bool, out, merge, commit string, device int, stamps bool, batches, load string) (err error) {
-	re, err := regexp.Compile(match)
+func run() error {
+	re, err := regexp.Compile(*match)
 	if err != nil {
 		return err
 	}
@@ -69,16 +72,16 @@ func run(code, match string, sweep bool, out, merge, commit string, device int, 
 	if err != nil {
 		return err
 	}
-	o, err := driver.StartOwner(d, device)
+	o, err := driver.StartOwner(d, *device)
 	if err != nil {
 		return err
 	}
 	defer o.Close()
-	b := &bench{match: re, sweep: sweep, commit: commit, command: strings.Join(os.Args[1:], " ")}
-	for _, s := range strings.Split(batches, ",") {
+	b := &bench{match: re, sweep: *sweep, commit: *commit, command: strings.Join(os.Args[1:], " ")}
+	for _, s := range strings.Split(*batches, ",") {
 		n, err := strconv.Atoi(s)
 		if err != nil || n < 1 || n > 8 {
-			return fmt.Errorf("batches %q: not numbers from 1 to 8", batches)
+			return fmt.Errorf("batches %q: not numbers from 1 to 8", *batches)
 		}
 		b.batches = append(b.batches, uint32(n))
 	}
@@ -94,12 +97,12 @@ func run(code, match string, sweep bool, out, merge, commit string, device int, 
 			}
 		}()
 		fmt.Fprintf(os.Stderr, "%s, %d SMs, CUDA %v\n", c.Device.Name, c.Device.SMs, d.Version())
-		b.rig = newRig(c, codeDir(code))
+		b.rig = newRig(c, folder(*code))
 		b.all()
-		if load != "" {
-			b.load(strings.Split(load, ","))
+		if *files != "" {
+			b.load(strings.Split(*files, ","))
 		}
-		if stamps {
+		if *stamps {
 			b.stamps()
 		}
 		return nil
@@ -107,25 +110,25 @@ func run(code, match string, sweep bool, out, merge, commit string, device int, 
 	if err != nil {
 		return err
 	}
-	if out != "" {
-		if err := write(out, b.rows); err != nil {
+	if *out != "" {
+		if err := write(*out, b.rows); err != nil {
 			return err
 		}
 	}
-	if merge == "" {
+	if *into == "" {
 		return nil
 	}
 	var old []row
-	if text, err := os.ReadFile(merge); err == nil {
+	if text, err := os.ReadFile(*into); err == nil {
 		if err := json.Unmarshal(text, &old); err != nil {
-			return fmt.Errorf("%s: %w", merge, err)
+			return fmt.Errorf("%s: %w", *into, err)
 		}
 	}
-	return write(merge, Merge(old, b.rows))
+	return write(*into, merge(old, b.rows))
 }
 
-// Merge replaces the rows of old that new measures again and keeps a stable order.
-func Merge(old, new []row) []row {
+// merge replaces the rows of old that new measures again and keeps a stable order.
+func merge(old, new []row) []row {
 	key := func(r row) string { return fmt.Sprint(r.What, r.Name, r.Variant, r.Context, r.Batch) }
 	fresh := map[string]bool{}
 	for _, r := range new {

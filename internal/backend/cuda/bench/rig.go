@@ -135,7 +135,7 @@ func (r *rig) download(p driver.Ptr, bytes int) []byte {
 	return b
 }
 
-func codeDir(dir string) fs.FS {
+func folder(dir string) fs.FS {
 	if dir == "" {
 		return nil
 	}

@@ -60,7 +60,7 @@ func TestCommittedRows(t *testing.T) {
 
 func TestMerge(t *testing.T) {
 	old := []row{{What: "kernel", Name: "a", Batch: 1, Us: 1}, {What: "kernel", Name: "a", Batch: 2, Us: 2}, {What: "kernel", Name: "b", Batch: 1, Us: 3}}
-	got := Merge(old, []row{{What: "kernel", Name: "a", Batch: 2, Us: 20}, {What: "kernel", Name: "0", Batch: 1, Us: 4}})
+	got := merge(old, []row{{What: "kernel", Name: "a", Batch: 2, Us: 20}, {What: "kernel", Name: "0", Batch: 1, Us: 4}})
 	want := []row{{What: "kernel", Name: "0", Batch: 1, Us: 4}, {What: "kernel", Name: "a", Batch: 1, Us: 1}, {What: "kernel", Name: "a", Batch: 2, Us: 20}, {What: "kernel", Name: "b", Batch: 1, Us: 3}}
 	if !slices.Equal(got, want) {
 		t.Errorf("got %+v", got)

@@ -79,9 +79,9 @@ func Load[K ~int](c *driver.Context, t *Table[K], files fs.FS, roomy []K) (s *Se
 			return s, fmt.Errorf("cuda: the kernels of %s.cu hold no machine code for %s (%s): run tools/kernelgen", k.Source, c.Device.Name, c.Device.Arch())
 		}
 		if err == nil && (roomy == nil || slices.Contains(roomy, K(i))) {
-			var info driver.FuncInfo
-			if info, err = c.Info(f); err == nil {
-				err = c.AllowShared(f, c.Device.SharedPerBlock-info.Shared)
+			var static int
+			if static, err = c.Shared(f); err == nil {
+				err = c.AllowShared(f, c.Device.SharedPerBlock-static)
 			}
 		}
 		if err != nil {

@@ -2,6 +2,7 @@ package driver
 
 import (
 	"errors"
+	"fmt"
 	"runtime"
 	"unsafe"
 
@@ -25,7 +26,7 @@ type arena struct {
 	args   [16]uintptr
 	out    [4]uint64
 	config launchConfig
-	attrs  [2]launchAttr
+	attr   launchAttr
 	params [1]uintptr
 	buf    [2048 / 8]uint64
 }
@@ -48,10 +49,7 @@ type launchAttr struct {
 	value [16]uint32
 }
 
-const (
-	attrCluster      = 4
-	attrProgrammatic = 6
-)
+const attrProgrammatic = 6
 
 func newContext(d *Driver, ordinal int) (*Context, error) {
 	list, err := d.Devices()
@@ -135,24 +133,12 @@ func (c *Context) Global(m Module, name string) (Ptr, uint64, error) {
 	return *p, *n, err
 }
 
-// FuncInfo is what the compiler spent on a kernel.
-type FuncInfo struct{ Registers, Shared, Local, MaxThreads int }
-
-// Info reads a kernel's attributes.
-func (c *Context) Info(f Func) (FuncInfo, error) {
-	var i FuncInfo
+// Shared is the static shared memory of a kernel in bytes.
+func (c *Context) Shared(f Func) (int, error) {
 	v := new(int32)
-	for _, a := range []struct {
-		id  uintptr
-		out *int
-	}{{4, &i.Registers}, {1, &i.Shared}, {3, &i.Local}, {0, &i.MaxThreads}} {
-		if err := c.d.call(fFuncGetAttribute, dynlib.Address(v), a.id, uintptr(f)); err != nil {
-			return i, err
-		}
-		*a.out = int(*v)
-	}
+	err := c.d.call(fFuncGetAttribute, dynlib.Address(v), 1, uintptr(f))
 	runtime.KeepAlive(v)
-	return i, nil
+	return int(*v), err
 }
 
 // AllowShared raises a kernel's dynamic shared memory limit to bytes and prefers shared memory over L1 on its SMs.
@@ -168,25 +154,21 @@ type Launch struct {
 	Func        Func
 	Grid, Block [3]uint32
 	Shared      uint32 // dynamic shared memory, bytes
-	Cluster     uint32 // blocks of a cluster, 0 for none
 	PDL         bool   // may start before its predecessor has ended
 }
 
 // Launch starts a kernel on s with the parameter struct of size bytes at params, which is copied.
 func (c *Context) Launch(s Stream, l *Launch, params unsafe.Pointer, size uintptr) error {
 	a := c.arena
-	copy(unsafe.Slice((*byte)(unsafe.Pointer(&a.buf)), len(a.buf)*8), unsafe.Slice((*byte)(params), size))
-	a.config = launchConfig{grid: l.Grid, block: l.Block, shared: l.Shared, stream: uintptr(s), attrs: uintptr(unsafe.Pointer(&a.attrs))}
-	n := uint32(0)
+	if size > unsafe.Sizeof(a.buf) {
+		return fmt.Errorf("cuda: %d bytes of parameters, room for %d", size, unsafe.Sizeof(a.buf))
+	}
+	copy(unsafe.Slice((*byte)(unsafe.Pointer(&a.buf)), size), unsafe.Slice((*byte)(params), size))
+	a.config = launchConfig{grid: l.Grid, block: l.Block, shared: l.Shared, stream: uintptr(s)}
 	if l.PDL {
-		a.attrs[n].id, a.attrs[n].value = attrProgrammatic, [16]uint32{1}
-		n++
+		a.attr = launchAttr{id: attrProgrammatic, value: [16]uint32{1}}
+		a.config.attrs, a.config.attrCount = uintptr(unsafe.Pointer(&a.attr)), 1
 	}
-	if l.Cluster > 1 {
-		a.attrs[n].id, a.attrs[n].value = attrCluster, [16]uint32{l.Cluster, 1, 1}
-		n++
-	}
-	a.config.attrCount = n
 	a.params[0] = uintptr(unsafe.Pointer(&a.buf))
 	a.args[0], a.args[1], a.args[2], a.args[3] = uintptr(unsafe.Pointer(&a.config)), uintptr(l.Func), uintptr(unsafe.Pointer(&a.params)), 0
 	return c.hot(fLaunchKernelEx, 4)

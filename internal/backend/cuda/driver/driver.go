@@ -12,6 +12,7 @@
 package driver
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"runtime"
@@ -28,7 +29,6 @@ type (
 	Func   uintptr
 	Stream uintptr
 	Event  uintptr
-	Graph  uintptr
 	Exec   uintptr
 	Module uintptr
 )
@@ -187,18 +187,14 @@ func cString(p uintptr) string {
 
 // Device describes a GPU.
 type Device struct {
-	Ordinal        int
 	Name           string
 	Bus            string // PCI bus id, which NVML knows it by
 	Major, Minor   int    // compute capability
 	SMs            int
 	SharedPerBlock int // bytes, with the opt-in maximum
 	SharedPerSM    int // bytes
-	Registers      int // per SM
-	Threads        int // per SM
 	L2             int // bytes
 	Memory         uint64
-	Integrated     bool
 }
 
 // Arch is the architecture's name as compilers spell it, without the "a".
@@ -225,11 +221,11 @@ func (d *Driver) Devices() ([]Device, error) {
 		if err := d.call(fDeviceGetName, dynlib.Address(buf), uintptr(len(buf)), uintptr(*dev)); err != nil {
 			return nil, err
 		}
-		list[i] = Device{Ordinal: i, Name: cBytes(buf[:])}
+		list[i] = Device{Name: text(buf[:])}
 		if err := d.call(fDeviceGetPCIBusId, dynlib.Address(buf), uintptr(len(buf)), uintptr(*dev)); err != nil {
 			return nil, err
 		}
-		list[i].Bus = cBytes(buf[:])
+		list[i].Bus = text(buf[:])
 		if err := d.call(fDeviceTotalMem, dynlib.Address(total), uintptr(*dev)); err != nil {
 			return nil, err
 		}
@@ -243,8 +239,6 @@ func (d *Driver) Devices() ([]Device, error) {
 			{16, &list[i].SMs},
 			{97, &list[i].SharedPerBlock},
 			{81, &list[i].SharedPerSM},
-			{82, &list[i].Registers},
-			{39, &list[i].Threads},
 			{38, &list[i].L2},
 		} {
 			if err := d.call(fDeviceGetAttribute, dynlib.Address(v), a.id, uintptr(*dev)); err != nil {
@@ -252,10 +246,6 @@ func (d *Driver) Devices() ([]Device, error) {
 			}
 			*a.out = int(*v)
 		}
-		if err := d.call(fDeviceGetAttribute, dynlib.Address(v), 18, uintptr(*dev)); err != nil {
-			return nil, err
-		}
-		list[i].Integrated = *v != 0
 		runtime.KeepAlive(dev)
 		runtime.KeepAlive(buf)
 		runtime.KeepAlive(total)
@@ -263,11 +253,8 @@ func (d *Driver) Devices() ([]Device, error) {
 	return list, nil
 }
 
-func cBytes(b []byte) string {
-	for i, c := range b {
-		if c == 0 {
-			return string(b[:i])
-		}
-	}
-	return string(b)
+// text is what comes before a zero byte.
+func text(b []byte) string {
+	t, _, _ := bytes.Cut(b, []byte{0})
+	return string(t)
 }

@@ -219,6 +219,20 @@ func TestLaunchLayout(t *testing.T) {
 	}
 }
 
+// Parameters that are more than there is room for are refused, not cut off.
+func TestLaunchTooMuch(t *testing.T) {
+	var p [2049]byte
+	for size, ok := range map[uintptr]bool{2048: true, 2049: false} {
+		f := working(13000)
+		launched := false
+		f.funcs["cuLaunchKernelEx"] = func([]uintptr) Result { launched = true; return Success }
+		err := start(t, f).Do(func(c *Context) error { return c.Launch(0, &Launch{}, unsafe.Pointer(&p), size) })
+		if launched != ok || (err == nil) != ok {
+			t.Errorf("%d bytes: launched %v, %v", size, launched, err)
+		}
+	}
+}
+
 func TestHotCallsDoNotAllocate(t *testing.T) {
 	f := working(13000)
 	err := start(t, f).Do(func(c *Context) error {

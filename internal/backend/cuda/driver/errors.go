@@ -95,9 +95,7 @@ const (
 	ErrorOutOfMemory  Result = 2
 	ErrorNoDevice     Result = 100
 	ErrorNoBinary     Result = 209
-	ErrorInvalidImage Result = 200
 	ErrorNotReady     Result = 600
-	ErrorNotFound     Result = 500
 	errorInsufficient Result = 803 // system driver mismatch
 )
 

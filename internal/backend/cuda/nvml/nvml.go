@@ -1,4 +1,4 @@
-// Package nvml reads a GPU's name, power and clocks through NVIDIA's management library. Everything here is optional: a machine
+// Package nvml reads a GPU's power and clocks through NVIDIA's management library. Everything here is optional: a machine
 // without the library gets an error from Open, and the callers do without the numbers. It changes nothing on the device.
 package nvml
 
@@ -12,9 +12,9 @@ import (
 
 // Library is the loaded management library. Its methods may be called from any goroutine.
 type Library struct {
-	ld                               dynlib.Loader
-	byBus, name, power, limit, clock uintptr
-	driver                           uintptr // 0 where the library does not tell
+	ld                         dynlib.Loader
+	byBus, power, limit, clock uintptr
+	driver                     uintptr // 0 where the library does not tell
 }
 
 // Device is a GPU as the library knows it.
@@ -44,7 +44,6 @@ func OpenWith(ld dynlib.Loader) (*Library, error) {
 	}{
 		{"nvmlInit_v2", &start},
 		{"nvmlDeviceGetHandleByPciBusId_v2", &l.byBus},
-		{"nvmlDeviceGetName", &l.name},
 		{"nvmlDeviceGetPowerUsage", &l.power},
 		{"nvmlDeviceGetEnforcedPowerLimit", &l.limit},
 		{"nvmlDeviceGetClockInfo", &l.clock},
@@ -66,13 +65,8 @@ func (l *Library) DriverVersion() string {
 	if l.driver == 0 || uint32(l.ld.Call(l.driver, []uintptr{dynlib.Address(&b[0]), uintptr(len(b))})) != 0 {
 		return ""
 	}
-	return text(b)
-}
-
-// text is the part of b before a zero byte.
-func text(b []byte) string {
-	t, _, _ := bytes.Cut(b, []byte{0})
-	return string(t)
+	text, _, _ := bytes.Cut(b, []byte{0})
+	return string(text)
 }
 
 // Device finds a GPU by its PCI bus id, the only name CUDA and NVML share.
@@ -85,15 +79,6 @@ func (l *Library) Device(bus string) (*Device, error) {
 		return nil, fmt.Errorf("nvml: device %s: error %d", bus, r)
 	}
 	return d, nil
-}
-
-// Name is the product name.
-func (d *Device) Name() (string, error) {
-	b := make([]byte, 128)
-	if r := uint32(d.l.ld.Call(d.l.name, []uintptr{d.h, dynlib.Address(&b[0]), uintptr(len(b))})); r != 0 {
-		return "", fmt.Errorf("nvml: nvmlDeviceGetName: error %d", r)
-	}
-	return text(b), nil
 }
 
 // Status is a reading.

@@ -8,6 +8,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"ninfer/internal/backend/cuda/code"
 )
 
 func TestSource(t *testing.T) {
@@ -45,11 +47,12 @@ func TestStale(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	code := sha256.Sum256([]byte("code"))
+	image := sha256.Sum256([]byte("code"))
 	manifest := fmt.Sprintf(`{"archs": ["90a"], "headers": {"a.h": %q}, "kernels": {"one": {"source": %q, "fatbin": %q}}}`,
-		Source("int h;"), Source("int k;"), hex.EncodeToString(code[:]))
-	good := map[string]string{"manifest.json": manifest, "a.h": "int h; // better", "one.cu": "int  k;", "fatbin/one.fatbin": "code"}
-	targets, sources := []string{"sm_90a"}, []string{"one"}
+		Source("int h;"), Source("int k;"), hex.EncodeToString(image[:]))
+	const report = "source kernel target registers shared stack spills\none k sm_90a 80 0 8 0\none l sm_90a 80 0 8 4+4\n"
+	good := map[string]string{"manifest.json": manifest, "a.h": "int h; // better", "one.cu": "int  k;", "fatbin/one.fatbin": "code", "resources.txt": report}
+	table := code.Table[int]{Archs: []string{"sm_90a"}, Sources: []string{"one"}, Kernels: []code.Kernel{{Name: "k"}, {Name: "l"}}}
 	for _, c := range []struct{ name, text, want string }{
 		{"other.go", "", ""},
 		{"a.h", "long h;", "a.h is not"},
@@ -61,12 +64,14 @@ func TestStale(t *testing.T) {
 		{"manifest.json", strings.Replace(manifest, "a.h", "c.h", 1), "c.h is in the manifest only"},
 		{"manifest.json", strings.Replace(manifest, `"one"`, `"won"`, 1), "one.cu is in the table"},
 		{"manifest.json", "{", "json"},
+		{"resources.txt", strings.Replace(report, " 0\n", " 16\n", 1), "k on sm_90a spills 16 bytes"},
+		{"resources.txt", "one k sm_90a 80 0 8 0\n", "l on sm_90a is not in"},
 	} {
 		for name, text := range good {
 			write(name, text)
 		}
 		write(c.name, c.text)
-		got := strings.Join(Stale(dir, targets, sources), "\n")
+		got := strings.Join(Stale(dir, &table, "l"), "\n")
 		if c.want == "" && got != "" || !strings.Contains(got, c.want) {
 			t.Errorf("%s %q: %q, want %q", c.name, c.text, got, c.want)
 		}

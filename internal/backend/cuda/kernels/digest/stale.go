@@ -7,12 +7,16 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
+
+	"ninfer/internal/backend/cuda/code"
 )
 
-// Stale compares the CUDA sources and machine code in the folder dir with its manifest.json, which tools/kernelgen writes, and with the targets
-// (sm_90a) and source names (without .cu) of the generated table. It returns a line for each thing that has parted; none if all belongs together.
-func Stale(dir string, targets, sources []string) []string {
+// Stale compares the CUDA sources and machine code in the folder dir with its manifest.json and its resource report, which tools/kernelgen
+// writes, and with the generated table. It returns a line for each thing that has parted and for each kernel that spills registers but those in
+// spilling; none if all is well.
+func Stale[K ~int](dir string, t *code.Table[K], spilling ...string) []string {
 	var lines []string
 	say := func(format string, args ...any) { lines = append(lines, fmt.Sprintf(format, args...)) }
 	var m struct {
@@ -42,7 +46,7 @@ func Stale(dir string, targets, sources []string) []string {
 			say("%s is not what the machine code was made from: run tools/kernelgen -dir with its folder", name)
 		}
 	}
-	if have, want := "sm_"+strings.Join(m.Archs, " sm_"), strings.Join(targets, " "); have != want {
+	if have, want := "sm_"+strings.Join(m.Archs, " sm_"), strings.Join(t.Archs, " "); have != want {
 		say("machine code for %s, want %s", have, want)
 	}
 	files, _ := filepath.Glob(filepath.Join(dir, "*"))
@@ -62,12 +66,39 @@ func Stale(dir string, targets, sources []string) []string {
 	for name := range m.Headers {
 		say("%s is in the manifest only", name)
 	}
-	if found != len(m.Kernels) || found != len(sources) {
-		say("%d sources, %d in the manifest, %d in the table", found, len(m.Kernels), len(sources))
+	if found != len(m.Kernels) || found != len(t.Sources) {
+		say("%d sources, %d in the manifest, %d in the table", found, len(m.Kernels), len(t.Sources))
 	}
-	for _, s := range sources {
+	for _, s := range t.Sources {
 		if _, ok := m.Kernels[s]; !ok {
 			say("%s.cu is in the table and not in the manifest", s)
+		}
+	}
+	return append(lines, spills(dir, t, spilling)...)
+}
+
+// spills is Stale's part about the resource report.
+func spills[K ~int](dir string, t *code.Table[K], spilling []string) (lines []string) {
+	text, err := os.ReadFile(filepath.Join(dir, "resources.txt"))
+	if err != nil {
+		return []string{err.Error()}
+	}
+	seen := map[string]bool{}
+	for line := range strings.Lines(string(text)) {
+		f := strings.Fields(line)
+		if len(f) != 7 || !strings.HasPrefix(f[2], "sm_") {
+			continue
+		}
+		seen[f[1]+" "+f[2]] = true
+		if f[6] != "0" && !slices.Contains(spilling, f[1]) {
+			lines = append(lines, fmt.Sprintf("%s on %s spills %s bytes", f[1], f[2], f[6]))
+		}
+	}
+	for _, k := range t.Kernels {
+		for _, a := range t.Archs {
+			if !seen[k.Name+" "+a] {
+				lines = append(lines, fmt.Sprintf("%s on %s is not in the resource report", k.Name, a))
+			}
 		}
 	}
 	return lines
