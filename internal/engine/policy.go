@@ -1,12 +1,26 @@
 package engine
 
-// roundCost learns what a round costs from rounds that ran: time = base + perRow*rows + perPass*passes, where rows are those of the
-// verifying pass and passes the draft passes before it. It is recursive least squares with forgetting, so that it follows a machine that
-// warms up or a context that grows. The zero value knows nothing; all lanes of an engine share one.
+import (
+	"cmp"
+	"slices"
+)
+
+// roundCost learns what a round costs from rounds that ran: time = base + perRow*rows + perTurn*turns + perPass*passes, where rows are those
+// of the verifying pass, which goes through the weights once for turnRows of them at most, and passes the draft passes before it. It is recursive least squares with
+// forgetting, so that it follows a machine that warms up or a context that grows. The zero value knows nothing; all lanes of an engine share one.
 type roundCost struct {
-	theta [3]float64    // base, perRow, perPass
-	p     [3][3]float64 // inverse of the weighted normal matrix
+	theta [4]float64    // base, perRow, perTurn, perPass
+	p     [4][4]float64 // inverse of the weighted normal matrix
 	n     int
+	least float64 // the shortest time of a round, old ones forgotten
+}
+
+// turnRows is how many rows a GPU's kernels multiply with weights that they read once. Where there is no such step, perTurn comes out as nothing.
+const turnRows = 8
+
+// parts of a round that cost time.
+func partsOf(rows, passes int) [4]float64 {
+	return [4]float64{1, float64(rows), float64((rows + turnRows - 1) / turnRows), float64(passes)}
 }
 
 const (
@@ -20,11 +34,13 @@ func (c *roundCost) observe(rows, passes int, seconds float64) {
 		for i := range c.p {
 			c.p[i][i] = 1e4
 		}
-		c.theta = [3]float64{seconds, 0, 0}
 	}
-	c.n++
-	x := [3]float64{1, float64(rows), float64(passes)}
-	var px [3]float64
+	if c.n++; c.n == 1 || seconds < c.least {
+		c.least = seconds
+	}
+	c.least /= costForget
+	x := partsOf(rows, passes)
+	var px [4]float64
 	for i := range px {
 		for j := range x {
 			px[i] += c.p[i][j] * x[j]
@@ -55,16 +71,14 @@ func (c *roundCost) observe(rows, passes int, seconds float64) {
 	}
 }
 
-// parts are what was learned, without what noise may have made of it: no part is negative.
-func (c *roundCost) parts() (base, perRow, perPass float64) {
-	return max(c.theta[0], 0), max(c.theta[1], 0), max(c.theta[2], 0)
-}
-
-// of is the expected time of a round.
+// of is the expected time of a round. The parts of it mean little alone, and some may be negative: of a single lane rows and passes always grow
+// together. So what is bounded is their sum.
 func (c *roundCost) of(rows, passes int) float64 {
-	base, perRow, perPass := c.parts()
-	t := base + perRow*float64(rows) + perPass*float64(passes)
-	return max(t, 1e-9)
+	t := 0.0
+	for i, x := range partsOf(rows, passes) {
+		t += c.theta[i] * x
+	}
+	return max(t, c.least/2, 1e-9)
 }
 
 // acceptance counts, by position in a round, drafts that were reached and those of them that stood, older ones less.
@@ -112,10 +126,12 @@ func (a *acceptance) stand() []float64 {
 // draftPolicy chooses the numbers of drafts of the lanes' next rounds from measured times and from how many of a request's drafts stood
 // (product.md 9.2.9). Only speed depends on it: whatever it chooses, the output's distribution is the target's.
 type draftPolicy struct {
-	most  int
-	cost  roundCost
-	all   *acceptance // of all requests: what a new one begins with
-	round int
+	most int
+	cost roundCost
+	all  *acceptance // of all requests: what a new one begins with
+	last int         // rounds since something else than the best was tried
+	idle int         // as many are let pass before the next time while no lane drafts
+	turn int         // times that something else was tried
 }
 
 func newDraftPolicy(most int) *draftPolicy {
@@ -135,70 +151,87 @@ func (p *draftPolicy) observe(a *acceptance, k, accepted int) {
 	p.all.observe(k, accepted)
 }
 
-// drafting is a lane of the next round: at most limit drafts, at least one if limit is not 0.
+// drafting is a lane of the next round: at most limit drafts.
 type drafting struct {
 	limit int
 	seen  *acceptance // nil only if limit is 0
 }
 
-// choose returns the numbers of drafts that yield the most tokens a second in a round of these lanes.
+// choose returns the numbers of drafts that yield the most tokens a second in a round of these lanes: none where plain steps do, as they
+// may where many lanes fill a pass anyway.
 //
-// A round with p draft passes takes base + perPass*p + perRow*rows. For each p it is best to give a lane the k <= p that maximises its
-// tokens minus rate*perRow*k, where rate is that of the whole round: a few steps find it.
+// With a given number of draft passes, each further row goes to the draft that is most likely to be reached and to stand, as long as the round
+// yields more with it.
 func (p *draftPolicy) choose(lanes []drafting) []int {
-	p.round++
 	k := make([]int, len(lanes))
-	if p.cost.n < 2*p.most { // see every length before believing a cost
+	// See every length before believing a cost: of one lane, and short ones of all, since a pass with many rows is long.
+	if n := p.cost.n; n < 2*(p.most+1) {
+		length := (1 + n/2) % (p.most + 1)
 		for i, l := range lanes {
-			k[i] = min(l.limit, 1+p.cost.n%p.most)
+			if n%2 == 0 && length <= 2 || n/2%len(lanes) == i {
+				k[i] = min(l.limit, length)
+			}
 		}
 		return k
 	}
-	expected := make([][]float64, len(lanes)) // tokens of a lane's round by its drafts
+	type draft struct {
+		lane, at int
+		gain     float64 // tokens: how likely it is to be reached and to stand
+	}
+	var all, drafts []draft
 	for i, l := range lanes {
-		tokens, reach := 1.0, 1.0
-		expected[i] = append(expected[i], tokens)
-		if l.limit > 0 {
-			stand := l.seen.stand()
-			for _, q := range stand[:min(l.limit, p.most)] {
-				reach *= q
-				tokens += reach
-				expected[i] = append(expected[i], tokens)
-			}
+		if l.limit == 0 {
+			continue
+		}
+		reach := 1.0
+		for at, q := range l.seen.stand()[:min(l.limit, p.most)] {
+			reach *= q
+			all = append(all, draft{i, at, reach})
 		}
 	}
+	slices.SortStableFunc(all, func(a, b draft) int { return cmp.Compare(b.gain, a.gain) }) // a lane's stay in order: none is likelier than the one before
 	best := 0.0
 	try := make([]int, len(lanes))
-	_, perRow, _ := p.cost.parts()
-	for passes := 1; passes <= p.most; passes++ {
-		rate := 0.0
-		for range 4 {
-			tokens, rows, longest := 0.0, 0, 0
-			for i, e := range expected {
-				d := min(1, len(e)-1)
-				for d < min(len(e)-1, passes) && e[d+1]-e[d] > rate*perRow {
-					d++
-				}
-				try[i] = d
-				tokens += e[d]
-				rows += d + 1
-				longest = max(longest, d)
+	for passes := range p.most + 1 {
+		drafts = slices.DeleteFunc(append(drafts[:0], all...), func(d draft) bool { return d.at >= passes })
+		clear(try)
+		tokens, longest := float64(len(lanes)), 0
+		for n := range len(drafts) + 1 {
+			if n > 0 {
+				d := drafts[n-1]
+				try[d.lane]++
+				tokens += d.gain
+				longest = max(longest, try[d.lane])
 			}
-			rate = tokens / p.cost.of(rows, longest)
-		}
-		if rate > best {
-			best = rate
-			copy(k, try)
-		}
-	}
-	// A length that is never tried is never learned: now and then a lane takes a neighbour.
-	if p.round%exploreEvery == 0 {
-		i := p.round / exploreEvery % len(lanes)
-		if most := len(expected[i]) - 1; most > 0 {
-			k[i] = max(1, min(most, k[i]+1-2*(p.round/exploreEvery%2)))
+			if rate := tokens / p.cost.of(len(lanes)+n, longest); rate > best {
+				best = rate
+				copy(k, try)
+			}
 		}
 	}
-	return k
+	return p.explore(lanes, k)
 }
 
-const exploreEvery = 24
+// A length that is never tried is never learned: now and then a lane takes a neighbour, or all of them one draft if none has any, which they do less
+// often the longer none has been worth it.
+func (p *draftPolicy) explore(lanes []drafting, k []int) []int {
+	const often, seldom = 24, 96
+	none := slices.Max(k) == 0
+	if !none {
+		p.idle = often
+	}
+	if p.last++; p.last < max(often, p.idle) {
+		return k
+	}
+	p.last = 0
+	if p.turn++; none {
+		p.idle = min(seldom, 2*max(often, p.idle))
+		for i, l := range lanes {
+			k[i] = min(1, l.limit)
+		}
+		return k
+	}
+	i := p.turn % len(lanes)
+	k[i] = max(0, min(lanes[i].limit, p.most, k[i]+1-2*(p.turn%2)))
+	return k
+}

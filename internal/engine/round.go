@@ -66,7 +66,8 @@ func acceptAll(gs []*generation, res backend.Result, drafts [][]int32) ([][]int3
 }
 
 // draft returns each generation's drafts: the first of all in one pass, together with the rows that the drafter has not seen, and
-// then a pass for each further one; as many as all lanes want come in one go. Lanes that want none only catch up.
+// then a pass for each further one; as many as all lanes want come in one go. Lanes that want none catch up when they have as many rows as a
+// round may leave: a pass each time would cost them what plain decoding saves.
 func draft(r *model.Runner, gs []*generation) ([][]int32, error) {
 	drafts := make([][]int32, len(gs))
 	if !r.Model.Options.Drafter {
@@ -84,7 +85,7 @@ func draft(r *model.Runner, gs []*generation) ([][]int32, error) {
 			switch {
 			case depth == 0 && (g.drafts == 0 || g.req.Drafter != nil):
 				rows.Want, rows.Tokens = backend.WantNone, g.following()
-				if len(rows.Tokens) > 0 {
+				if len(rows.Tokens) > 0 && len(rows.Tokens) >= r.Round {
 					seed.Lanes = append(seed.Lanes, rows)
 				}
 				drafts[i] = g.scripted()
