@@ -86,16 +86,7 @@ func run() error {
 		b.batches = append(b.batches, uint32(n))
 	}
 	b.smi, _ = nvml.Open()
-	err = o.Do(func(c *driver.Context) (err error) {
-		defer func() {
-			switch p := recover().(type) {
-			case nil:
-			case error:
-				err = p
-			default:
-				panic(p)
-			}
-		}()
+	err = o.Try(func(c *driver.Context) {
 		fmt.Fprintf(os.Stderr, "%s, %d SMs, CUDA %v\n", c.Device.Name, c.Device.SMs, d.Version())
 		b.rig = newRig(c, folder(*code))
 		b.all()
@@ -105,7 +96,6 @@ func run() error {
 		if *stamps {
 			b.stamps()
 		}
-		return nil
 	})
 	if err != nil {
 		return err

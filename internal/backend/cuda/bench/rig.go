@@ -9,7 +9,7 @@ import (
 	"ninfer/internal/backend/cuda/kernels"
 )
 
-// rig is one device with kernels loaded, a stream and the memory taken so far. Its methods panic with an error that main catches: a
+// rig is one device with kernels loaded, a stream and the memory taken so far. Its methods panic with an error (driver.Owner.Try): a
 // benchmark has no other way to go on.
 type rig struct {
 	c      *driver.Context

@@ -288,6 +288,20 @@ func TestOwner(t *testing.T) {
 	if err := o.Do(func(*Context) error { return nil }); err != nil {
 		t.Errorf("after a panic: %v", err)
 	}
+	if err := o.Try(func(*Context) { panic(want) }); err != want {
+		t.Errorf("a panic with an error: %v", err)
+	}
+	if err := o.Try(func(*Context) {}); err != nil {
+		t.Errorf("no panic: %v", err)
+	}
+	func() {
+		defer func() {
+			if recover() != "boom" {
+				t.Error("a panic without an error did not reach the caller")
+			}
+		}()
+		_ = o.Try(func(*Context) { panic("boom") })
+	}()
 	o.Close()
 	o.Close()
 	if err := o.Do(func(*Context) error { return nil }); !errors.Is(err, ErrClosed) {

@@ -103,6 +103,23 @@ func (o *Owner) Do(f func(*Context) error) error {
 	return r.err
 }
 
+// Try is Do for tests and benchmarks: f ends with a panic whose value is an error where it cannot go on.
+func (o *Owner) Try(f func(*Context)) error {
+	return o.Do(func(c *Context) (err error) {
+		defer func() {
+			switch p := recover().(type) {
+			case nil:
+			case error:
+				err = p
+			default:
+				panic(p)
+			}
+		}()
+		f(c)
+		return nil
+	})
+}
+
 // send says whether the job was taken; a send on the closed channel means that Close came first.
 func (o *Owner) send(j job) (ok bool) {
 	defer func() { ok = recover() == nil }()

@@ -57,27 +57,17 @@ func On(t testing.TB, f func(g *GPU)) {
 	o, err := driver.StartOwner(d, 0)
 	check(err)
 	defer o.Close()
-	check(o.Do(func(c *driver.Context) (err error) {
-		s, err := c.NewStream()
-		if err != nil {
-			return err
-		}
-		g := &GPU{T: t, C: c, S: s}
+	check(o.Try(func(c *driver.Context) {
+		g := &GPU{T: t, C: c}
+		g.S, err = c.NewStream()
+		g.Check(err)
 		defer func() {
-			switch p := recover().(type) {
-			case nil:
-			case error:
-				err = p
-			default:
-				panic(p)
-			}
 			for _, p := range g.taken {
 				_ = c.Free(p)
 			}
-			_ = c.DestroyStream(s)
+			_ = c.DestroyStream(g.S)
 		}()
 		f(g)
-		return nil
 	}))
 }
 
