@@ -10,7 +10,7 @@ const (
 	// CacheBF16 rounds keys, values and index keys to BF16.
 	CacheBF16
 	// CacheFP8 keeps [State.Group] values of a row as E4M3 with one BF16 scale, their largest magnitude / 448. Keys are turned by a
-	// normalised Hadamard transform first, and so are the queries that meet them (kernels.md 6.2). Index keys are BF16.
+	// normalised Hadamard transform first, and so are the queries that meet them. Index keys are BF16.
 	CacheFP8
 )
 

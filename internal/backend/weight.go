@@ -48,7 +48,7 @@ func (w Weight) Vector() []float64 {
 	return v
 }
 
-// HyperConnection holds one site's weights (kernels.md 4.2): S streams of H values, rank L.
+// HyperConnection holds one site's weights: S streams of H values, rank L.
 type HyperConnection struct {
 	Norm   Weight // S*H values, one norm weight a stream and channel (unit offset)
 	Down   Weight // [L, S*H]
@@ -57,7 +57,7 @@ type HyperConnection struct {
 	Eps    float64
 }
 
-// GDNWeights holds one gated delta net (kernels.md 5). Value head v uses key head v/(ValueHeads/KeyHeads).
+// GDNWeights holds one gated delta net. Value head v uses key head v/(ValueHeads/KeyHeads).
 type GDNWeights struct {
 	Query, Key, Value Weight // [KeyHeads*Dim, H], same, [ValueHeads*Dim, H]
 	Z                 Weight // [ValueHeads*Dim, H]
@@ -72,7 +72,7 @@ type GDNWeights struct {
 }
 
 // Rotary describes the rotation of the first Dim values of a head. Frequency i is Theta^(-2i/Dim); it turns by the position on
-// the axis that the interleaved sections give it (kernels.md 6.2; transformers, apply_interleaved_mrope).
+// the axis that the interleaved sections give it (transformers, apply_interleaved_mrope).
 type Rotary struct {
 	Dim      int
 	Theta    float64
@@ -88,7 +88,7 @@ func (r Rotary) Axis(i int) int {
 	return 0
 }
 
-// QSAWeights holds one sparse attention block with its indexer (kernels.md 6).
+// QSAWeights holds one sparse attention block with its indexer.
 type QSAWeights struct {
 	QueryGate Weight // [Heads*2*HeadDim, H]; rows of a head: HeadDim query, then HeadDim gate
 	Key       Weight // [KVHeads*HeadDim, H]
@@ -109,7 +109,7 @@ type QSAWeights struct {
 	Eps                     float64
 }
 
-// MoEWeights holds one mixture of experts with its shared expert (kernels.md 7).
+// MoEWeights holds one mixture of experts with its shared expert.
 type MoEWeights struct {
 	Router       Weight // [Experts, H]
 	GateUp       Weight // [Experts*2*Inter, H]: rows of an expert: Inter gate, then Inter up
@@ -138,7 +138,7 @@ type Table struct {
 	RowBytes   int
 }
 
-// PLEWeights holds one per-layer embedding (kernels.md 8): S streams of H values, an embedding of Heads table rows.
+// PLEWeights holds one per-layer embedding: S streams of H values, an embedding of Heads table rows.
 type PLEWeights struct {
 	Table     Table
 	Key       Weight // [S*H, Heads*Width]

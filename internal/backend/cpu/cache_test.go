@@ -100,7 +100,7 @@ func TestCacheFP8(t *testing.T) {
 			d += e * e
 			n += float64(v) * float64(v)
 		}
-		if !(d <= 4e-2*4e-2*n) { // kernels.md 16
+		if !(d <= 4e-2*4e-2*n) {
 			t.Errorf("row with largest %v: round trip off by %.2g", most, math.Sqrt(d/n))
 		}
 	}

@@ -9,7 +9,7 @@ import (
 )
 
 // NewOracle returns a device that computes every operation in float64, in the order of its formula. With Options.Stored values are
-// rounded to BF16 where a kernel stores them in BF16 (kernels.md names the points); otherwise nothing is rounded but what
+// rounded to BF16 where a kernel stores them in BF16 (round is called there); otherwise nothing is rounded but what
 // Options.KV and Options.BF16State say.
 func NewOracle(opt Options) backend.Device {
 	o := &oracle{round: func(v float64) float64 { return v }, halfState: opt.BF16State}
@@ -248,7 +248,7 @@ func (o *oracle) injected(p *pass[float64], s backend.Streams, y backend.Buf, pu
 	}
 }
 
-// mix is the hyper-connection site of kernels.md 4.2:
+// mix is a hyper-connection site:
 //
 //	N = norm of each stream;  low = silu(Down·N / S);  gate = sigmoid(Up·low)
 //	out[c] = mean over streams of gate[s][c]*N[s][c];  inject = 2*sigmoid(Inject·N / S)

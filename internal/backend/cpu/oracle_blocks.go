@@ -30,7 +30,7 @@ func convolve(w backend.Weight, dilation int, window, next, x []float64) []float
 	return out
 }
 
-// gdn is the gated delta net of kernels.md 5. For value head v with key head v/(ValueHeads/KeyHeads):
+// gdn is the gated delta net. For value head v with key head v/(ValueHeads/KeyHeads):
 //
 //	q, k, v = silu(conv);  q = q/|q|/sqrt(Dim);  k = k/|k|;  beta = sigmoid(b);  g = -exp(ALog)*softplus(a + DtBias)
 //	S = e^g S;  d = beta*(v - S'k);  S = S + k d';  o = S'q;  out = Out·(norm(o)*w*sigmoid(z))
@@ -110,7 +110,7 @@ func delta(next, s, q, k, v []float64, decay, beta float64, out []float64) {
 	}
 }
 
-// qsa is the sparse attention of kernels.md 6. A query attends to the tokens of the best complete blocks before it, by index score,
+// qsa is the sparse attention. A query attends to the tokens of the best complete blocks before it, by index score,
 // and to the tokens after the last complete block.
 func (o *oracle) qsa(p *pass[float64], op backend.QSA) error {
 	w := op.W
@@ -289,7 +289,7 @@ func attend(dst, q []float64, keys, values *plane[float64], table []int32, first
 	}
 }
 
-// moe is the mixture of experts of kernels.md 7:
+// moe is the mixture of experts:
 //
 //	out = sum over the TopK experts e of p_e*Down_e·(silu(gate_e)*up_e) + sigmoid(SharedVector·x)*SharedDown·(silu(gate)*up)
 //

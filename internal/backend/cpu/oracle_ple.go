@@ -7,7 +7,7 @@ import (
 	"ninfer/internal/num"
 )
 
-// hash returns the table rows of a token (kernels.md 8): history is oldest first, reset marks where it starts anew.
+// hash returns the table rows of a token: history is oldest first, reset marks where it starts anew.
 func hash(w *backend.PLEWeights, history []float64, token int32) []int64 {
 	ids := make([]int64, len(w.Sizes))
 	mixed := int64(token) * w.Multipliers[0]
@@ -73,7 +73,7 @@ func (o *oracle) pleStart(p *pass[float64], op backend.PLEStart) error {
 	return nil
 }
 
-// pleJoin adds the per-layer embedding to the streams (kernels.md 8):
+// pleJoin adds the per-layer embedding to the streams:
 //
 //	gate[s] = sum(norm(Key·e)[s]*norm(X)[s]) / sqrt(H);  gate = sign*sqrt(max(|gate|, 1e-6))
 //	v[s] = sigmoid(gate[s])*(Value·e);  X += v + silu(conv(norm(v)))

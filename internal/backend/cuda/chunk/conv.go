@@ -7,7 +7,7 @@ import (
 	"ninfer/internal/backend/cuda/driver"
 )
 
-// ConvRows is the depthwise causal convolution of the n-gram embedding (kernels.md 8) over the rows of a pass, added to the streams:
+// ConvRows is the depthwise causal convolution of the n-gram embedding over the rows of a pass, added to the streams:
 // Streams += V + silu(conv).
 type ConvRows struct {
 	Rows, C, Taps, Dilation int

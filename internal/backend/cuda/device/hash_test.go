@@ -9,7 +9,7 @@ import (
 	"ninfer/internal/backend"
 )
 
-// The hash against its formula (kernels.md 8) in unbounded integers: products wrap to 64 bits, the remainder is never negative, and
+// The hash against its formula in unbounded integers: products wrap to 64 bits, the remainder is never negative, and
 // tokens before a reset do not count.
 func TestHash(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))

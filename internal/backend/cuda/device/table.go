@@ -13,7 +13,7 @@ import (
 	"ninfer/internal/num"
 )
 
-// hash returns the table rows of a token (kernels.md 8). before holds the tokens ahead of it, oldest first, at least ngram-1 of them.
+// hash returns the table rows of a token. before holds the tokens ahead of it, oldest first, at least ngram-1 of them.
 func hash(w *backend.PLEWeights, before []int32, token int32, rows []int64) {
 	mixed := int64(token) * w.Multipliers[0]
 	gone := false // the n-gram has reached over a reset

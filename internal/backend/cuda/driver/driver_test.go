@@ -171,7 +171,7 @@ func TestFailedCall(t *testing.T) {
 	}
 }
 
-// A launch hands the driver the configuration of kernels.md 13.2: offsets are the ABI's.
+// A launch hands the driver its configuration: offsets are those of CUlaunchConfig and CUlaunchAttribute.
 func TestLaunchLayout(t *testing.T) {
 	f := working(13000)
 	type params struct {

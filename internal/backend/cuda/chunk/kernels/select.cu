@@ -1,4 +1,4 @@
-// Which blocks of four tokens a row attends to (kernels.md 6.3 and 6.4).
+// Which blocks of four tokens a row attends to.
 //
 //   score_rows   index scores of the blocks that each row sees, 64 rows by 64 blocks at a time on tensor instructions. Grid: share of the blocks, 64 rows.
 //   select_rows  the best blocks of a row, ties to the lower, and its tail, as bits. Grid: row.
