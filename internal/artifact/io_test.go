@@ -317,9 +317,8 @@ func TestWriterConcurrent(t *testing.T) {
 // TestWriterInTurn: chunks made by two goroutines, each entering after its predecessor while that one is still being written, leave
 // nothing to read back.
 func TestWriterInTurn(t *testing.T) {
-	d := mixedDirectory()
-	objects := mixedObjects(t, d, 2)
-	p, err := NewPlan("m.ninfer", d, PlanOptions{Limit: 12288})
+	objects := tinyObjects() // halves of the larger one are more than a page
+	p, err := NewPlan("m.ninfer", tinyDirectory(), PlanOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -375,6 +374,60 @@ func TestWriterInTurn(t *testing.T) {
 	}
 	if err := w.WriteInTurn("w.a", 0, []byte{1}, func() { called++ }); err == nil || called != 2 {
 		t.Errorf("after the end: %v, entered %d times", err, called)
+	}
+}
+
+// TestWriterWholePages: chunks that end within pages reach the disk in whole pages, and in no more writes than there are chunks; the pages that
+// the object does not fill follow at the end. Chunks come in any order.
+func TestWriterWholePages(t *testing.T) {
+	b := tinyObjects()["w.a"]
+	const chunk = 5000
+	for _, order := range [][]int{{0, 1, 2, 3, 4}, {4, 3, 2, 1, 0}, {3, 0, 4, 1, 2}} {
+		p, err := NewPlan("m.ninfer", tinyDirectory(), PlanOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		var writes, pages int
+		w, err := Create(filepath.Join(t.TempDir(), "m.ninfer"), p, WriterOptions{hooks: hooks{writeAt: func(f *os.File, b []byte, off int64) (int, error) {
+			if writes++; off%pageSize != 0 || len(b)%pageSize != 0 {
+				t.Errorf("%d bytes written at %d", len(b), off)
+			}
+			pages += len(b) / pageSize
+			return f.WriteAt(b, off)
+		}}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if w.out.files[0].direct == nil {
+			t.Skip("no direct transfers here")
+		}
+		if err := w.WriteAt("r.hello", 0, tinyObjects()["r.hello"]); err != nil {
+			t.Fatal(err)
+		}
+		writes, pages = 0, 0
+		for _, k := range order {
+			if err := w.WriteAt("w.a", int64(k*chunk), b[k*chunk:min((k+1)*chunk, len(b))]); err != nil {
+				t.Fatal(err)
+			}
+		}
+		begin, end := w.byID["w.a"].off, w.byID["w.a"].off+int64(len(b))
+		if want := int(end/pageSize - (begin+pageSize-1)/pageSize); pages != want || writes > len(order) {
+			t.Errorf("order %v: %d pages in %d writes, want %d in at most %d", order, pages, writes, want, len(order))
+		}
+		w.out.hooks.writeAt = (*os.File).WriteAt
+		got, err := w.Finish()
+		if err != nil {
+			t.Fatal(err)
+		}
+		for id, b := range tinyObjects() {
+			if s, _ := got.ObjectSHA256.Lookup(id); s != sha(b) {
+				t.Errorf("digest of %s: %s, want %s", id, s, sha(b))
+			}
+		}
+		file, err := os.ReadFile(filepath.Join(w.out.dir, "m.ninfer"))
+		if start := len(file) - int(p.PayloadBytes); err != nil || !bytes.Equal(file[start+int(begin):start+int(end)], b) {
+			t.Errorf("order %v: other bytes than were written, %v", order, err)
+		}
 	}
 }
 

@@ -34,6 +34,7 @@ type outFile struct {
 	base     int64 // logical payload offset of that byte
 	file     *os.File
 	direct   *direct.File // nil where the system or the file system has no such thing
+	edges    *edges       // of a file with direct
 	made     bool         // the temporary exists and is ours
 	official bool         // the final name exists and is ours
 }
@@ -121,7 +122,9 @@ func (o *output) createTemporaries() error {
 			return fmt.Errorf("artifact: %w", err)
 		}
 		f.made = true
-		f.direct = direct.OpenWrite(o.path(f.temp))
+		if f.direct = direct.OpenWrite(o.path(f.temp)); f.direct != nil {
+			f.edges = &edges{pages: map[int64]*edge{}}
+		}
 	}
 	for i := range o.files {
 		f := &o.files[i]
@@ -183,22 +186,15 @@ func (o *output) pieces(off, n int64, each func(i int, at, n int64) error) error
 // writebackBytes is from which size on a write is sent to the disk at once.
 const writebackBytes = 1 << 20
 
-// writePayload writes the pages that are p's alone directly, where that is
-// possible, and the rest through the page cache. Both ways never meet in a
-// page at the same time.
+// writePayload writes past the page cache, where that is possible; bytes of pages that others fill too may stay in memory until writeEdges.
 func (o *output) writePayload(off int64, p []byte) error {
 	return o.pieces(off, int64(len(p)), func(i int, at, n int64) error {
 		q := p[:n]
 		p = p[n:]
-		if begin, end := o.files[i].direct.Span(at, n); begin < end {
-			if err := o.writeCached(i, q[:begin-at], at); err != nil {
-				return err
-			}
-			q = q[begin-at:]
-			at = begin + int64(o.files[i].direct.WriteAt(o.hooks.writeAt, q[:end-begin], begin))
-			q = q[at-begin:]
+		if o.files[i].direct == nil {
+			return o.writeCached(i, q, at)
 		}
-		return o.writeCached(i, q, at)
+		return o.writePages(i, q, at)
 	})
 }
 

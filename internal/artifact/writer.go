@@ -357,6 +357,9 @@ func (w *Writer) finish() (*Receipt, error) {
 			return nil, fmt.Errorf("artifact: %w", err)
 		}
 	}
+	if err := w.out.writeEdges(); err != nil {
+		return nil, fmt.Errorf("artifact: writing %w", err)
+	}
 	if err := w.digests(); err != nil {
 		return nil, err
 	}

@@ -3,8 +3,8 @@
 // Checkpoints and artifacts are larger than memory and pass through a program once. Through the page cache every byte costs a page that must
 // be found, copied and thrown away again: several times the processor time of a digest. What is in the cache already, from a download just
 // before, comes from there nevertheless: reading it from the disk might even write it first. A File is a second handle beside an ordinary one:
-// Span says which part of a transfer it will take, and the caller does the rest through the ordinary handle. Pages that both ways write
-// must not be the same; Span keeps to whole pages.
+// what it does not take, the caller does through the ordinary handle. Writes take whole pages; both ways must not write the same page
+// at the same time.
 //
 // Transfers go through buffers that lie in huge pages. A disk takes a request in a limited number of contiguous pieces, 254 in virtio's
 // case: of four megabytes in small pages that makes four requests, and less than half the speed.
@@ -14,6 +14,7 @@ package direct
 
 import (
 	"os"
+	"slices"
 	"sync"
 	"sync/atomic"
 )
@@ -21,7 +22,7 @@ import (
 const (
 	// Align is what offsets, lengths and addresses are multiples of. Disks ask for 512 or 4096.
 	Align = 4096
-	// least is from which length on a direct transfer is worth its trouble: below, reading ahead and collecting writes win.
+	// least is from which length on a direct read is worth its trouble: below, reading ahead wins.
 	least = 128 << 10
 	// bufferBytes is the longest single transfer. Callers move four megabytes at a time, some up to seven, and the pages that these begin
 	// and end in come along: a second transfer for the last page would wait behind everybody's first.
@@ -57,28 +58,35 @@ func (d *File) Close() error {
 	return d.f.Close()
 }
 
-// Span is the part of the n bytes at an offset that a direct write takes: whole pages, or nothing if it is empty.
-func (d *File) Span(off, n int64) (begin, end int64) {
-	if d == nil || n < least || d.refused.Load() {
-		return off, off
+// WriteAt writes runs of whole pages one after another with write, which is os.File.WriteAt outside tests. It returns how many bytes are written.
+// The others the file system did not take like this: write them through the ordinary handle, whose errors are the ones to tell.
+func (d *File) WriteAt(write func(*os.File, []byte, int64) (int, error), off int64, runs ...[]byte) int {
+	runs = slices.Clone(runs)
+	left := 0
+	for _, r := range runs {
+		left += len(r)
 	}
-	return (off + Align - 1) &^ (Align - 1), (off + n) &^ (Align - 1)
-}
-
-// WriteAt writes p, a span, with write, which is os.File.WriteAt outside tests. It returns how many bytes are written. The others the file
-// system did not take like this: write them through the ordinary handle, whose errors are the ones to tell.
-func (d *File) WriteAt(write func(*os.File, []byte, int64) (int, error), p []byte, off int64) int {
+	if d == nil || left == 0 || d.refused.Load() {
+		return 0
+	}
 	buf := buffers.get()
 	defer buffers.put(buf)
-	b := buf.b
 	done := 0
-	for done < len(p) {
-		n := copy(b, p[done:])
-		if k, err := write(d.f, b[:n], off+int64(done)); err != nil || k < n {
+	for left > 0 {
+		n := 0
+		for n < len(buf.b) && len(runs) > 0 {
+			k := copy(buf.b[n:], runs[0])
+			n += k
+			if runs[0] = runs[0][k:]; len(runs[0]) == 0 {
+				runs = runs[1:]
+			}
+		}
+		if k, err := write(d.f, buf.b[:n], off+int64(done)); err != nil || k < n {
 			d.refused.Store(true)
 			break
 		}
 		done += n
+		left -= n
 	}
 	return done
 }
