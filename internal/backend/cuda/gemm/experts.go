@@ -26,6 +26,9 @@ type Bank struct {
 	Layout   Layout
 }
 
+// fewPairs is the most rows of an expert, on average, that go in small items.
+const fewPairs = 40
+
 // Mixture is a mixture of experts without its router and its shared expert.
 type Mixture struct {
 	Experts, TopK, Hidden, Inter int
@@ -39,7 +42,7 @@ func (m Mixture) Fits() error {
 	fits := func(b Bank, n, k int, up bool) bool {
 		switch b.Layout {
 		case Tiles16:
-			return n%16 == 0 && k%128 == 0 && b.Divisors != 0
+			return up && n%16 == 0 && k%128 == 0 && b.Divisors != 0
 		case Tiles8:
 			return !up && n%16 == 0 && k%128 == 0 && b.Divisors != 0
 		case Stored:
@@ -58,15 +61,34 @@ func (m Mixture) Fits() error {
 }
 
 func (m Mixture) items(rows int) int {
-	return rows*m.TopK/kernels.TileRows + min(m.Experts, rows*m.TopK)
+	return rows*m.TopK/kernels.FewRows + min(m.Experts, rows*m.TopK)
+}
+
+// capacity is the room for sorted pairs, each expert's beginning at a multiple of kernels.WideAlign.
+func (m Mixture) capacity(rows int) int {
+	const a = kernels.WideAlign
+	pairs := rows * m.TopK
+	return (pairs + (a-1)*min(m.Experts, pairs) + a - 1) / a * a
+}
+
+// parts are the pieces of Experts' workspace: ordered rows, hidden values, results (and, before them, panels of activations), rows and places of
+// pairs, counts, starts, items and their number.
+func (m Mixture) parts(rows int) [9]int {
+	pairs, room := rows*m.TopK, m.capacity(rows)
+	runs := (rows + kernels.RunRows - 1) / kernels.RunRows
+	return [9]int{
+		2 * rows * m.Hidden, 2 * room * m.Inter, 2 * room * m.Hidden, 4 * room, 4 * pairs, 4 * runs * m.Experts, 4 * m.Experts,
+		16 * m.items(rows), 4,
+	}
 }
 
 // Bytes is the workspace that Experts needs for up to rows rows.
 func (m Mixture) Bytes(rows int) uint64 {
-	r, pairs := uint64(rows), uint64(rows)*uint64(m.TopK)
-	runs := (r + kernels.RunRows - 1) / kernels.RunRows
-	return 2*r*uint64(m.Hidden) + 2*pairs*uint64(m.Inter) + 2*pairs*uint64(m.Hidden) + 8*pairs + 4*runs*uint64(m.Experts) + 4*uint64(m.Experts) +
-		16*uint64(m.items(rows)) + 16*256
+	n := uint64(0)
+	for _, p := range m.parts(rows) {
+		n += uint64(p+255) / 256 * 256
+	}
+	return n
 }
 
 // Route chooses experts: of each of rows rows of logits (FP32 [rows][Experts]) the TopK largest, of equal ones the lower id, as chosen (uint32
@@ -94,23 +116,32 @@ func (s *Set) Experts(c *driver.Context, st driver.Stream, m Mixture, x driver.P
 	if need := m.Bytes(rows); ws.Bytes < need {
 		return fmt.Errorf("cuda: experts of %d rows need %d bytes of workspace, there are %d", rows, need, ws.Bytes)
 	}
-	pairs := rows * m.TopK
-	runs := (rows + kernels.RunRows - 1) / kernels.RunRows
-	items := m.items(rows)
 	var at [9]driver.Ptr
-	for i, n := range []int{2 * rows * m.Hidden, 2 * pairs * m.Inter, 2 * pairs * m.Hidden, 4 * pairs, 4 * pairs, 4 * runs * m.Experts, 4 * m.Experts, 16 * items, 4} {
+	for i, n := range m.parts(rows) {
 		at[i], _ = ws.cut("experts", uint64(n)) // there is enough
 	}
-	ordered, hidden, y := at[0], at[1], at[2]
+	items := m.items(rows)
+	y := at[2]
 	q := kernels.SortParams{
-		Chosen: chosen, Row: at[3], Place: at[4], Counts: at[5], Start: at[6], Items: at[7], ItemCount: at[8], X: x, Ordered: ordered,
-		M: uint32(rows), Experts: uint32(m.Experts), Topk: uint32(m.TopK), Blocks: uint32(runs), Tile: kernels.TileRows, H: uint32(m.Hidden),
+		Chosen: chosen, Row: at[3], Place: at[4], Counts: at[5], Start: at[6], Items: at[7], ItemCount: at[8], X: x, Ordered: at[0],
+		M: uint32(rows), Experts: uint32(m.Experts), Topk: uint32(m.TopK), Blocks: uint32((rows + kernels.RunRows - 1) / kernels.RunRows), H: uint32(m.Hidden),
+		Tile: kernels.TileRows, Unit: 32, Align: 1, Capacity: uint32(m.capacity(rows)),
 	}
+	order := kernels.Order
+	up := [...]kernels.ID{Tiles16: kernels.ExpertUpTiles16, Stored: kernels.ExpertUpStored, Plain16: kernels.ExpertUpPlain}[m.GateUp.Layout]
+	down := [...]kernels.ID{Tiles8: kernels.ExpertDownTiles8, Stored: kernels.ExpertDownStored, Plain16: kernels.ExpertDownPlain}[m.Down.Layout]
 	upGroup, downGroup := uint32(1), uint32(1)
 	shmem := kernels.TileShared(kernels.TileRows)
 	if s.wide && m.GateUp.Layout == Tiles16 {
-		q.Tile, q.Wide, shmem = kernels.WideRows, 1, kernels.WideShared
+		// the results come when the panels have been used
+		order, q.Ordered, q.Row, q.Align = kernels.Panel, y, 0, kernels.WideAlign
 		upGroup, downGroup = 2, 5 // long enough to hide a block's beginning, short enough for the last blocks to be few
+		if rows*m.TopK <= fewPairs*m.Experts {
+			up, down, q.Tile, q.Unit = kernels.ExpertUpFew, kernels.ExpertDownFew, kernels.FewRows, kernels.WideAlign
+		} else {
+			up, down, q.Tile = kernels.ExpertUpMany, kernels.ExpertDownMany, kernels.WideRows
+		}
+		shmem = kernels.WideShared(int(q.Tile))
 	}
 	for _, step := range []struct {
 		k    kernels.ID
@@ -119,27 +150,30 @@ func (s *Set) Experts(c *driver.Context, st driver.Stream, m Mixture, x driver.P
 		{kernels.SortCount, [3]uint32{q.Blocks, 1, 1}},
 		{kernels.SortScan, [3]uint32{1, 1, 1}},
 		{kernels.SortScatter, [3]uint32{q.Blocks, 1, 1}},
-		{kernels.Order, s.flat(uint64(rows) * uint64(m.Hidden) / 8)},
+		{order, s.flat(uint64(rows) * uint64(m.Hidden) / 8)},
 	} {
 		if err := launch(s, c, st, step.k, step.grid, 0, &q); err != nil {
 			return err
 		}
 	}
-	up := kernels.GroupParams{
-		X: ordered, Row: q.Row, Bank: m.GateUp.Data, Scales: m.GateUp.Scales, Divisor: m.GateUp.Divisors, Items: q.Items, ItemCount: q.ItemCount, Out: hidden,
-		N: uint32(2 * m.Inter), K: uint32(m.Hidden), Tiles: uint32((2*m.Inter + kernels.TileCols - 1) / kernels.TileCols), Group: upGroup,
-	}
-	kernel := [...]kernels.ID{Tiles16: kernels.ExpertUpTiles16, Stored: kernels.ExpertUpStored, Plain16: kernels.ExpertUpPlain}[m.GateUp.Layout]
-	if err := launch(s, c, st, kernel, [3]uint32{uint32(items) * ((up.Tiles + upGroup - 1) / upGroup), 1, 1}, shmem, &up); err != nil {
-		return err
-	}
-	down := kernels.GroupParams{
-		X: hidden, Bank: m.Down.Data, Scales: m.Down.Scales, Divisor: m.Down.Divisors, Items: q.Items, ItemCount: q.ItemCount, Out: y,
-		N: uint32(m.Hidden), K: uint32(m.Inter), Tiles: uint32((m.Hidden + kernels.TileCols - 1) / kernels.TileCols), Group: downGroup,
-	}
-	kernel = [...]kernels.ID{Tiles16: kernels.ExpertDownTiles16, Tiles8: kernels.ExpertDownTiles8, Stored: kernels.ExpertDownStored, Plain16: kernels.ExpertDownPlain}[m.Down.Layout]
-	if err := launch(s, c, st, kernel, [3]uint32{uint32(items) * ((down.Tiles + downGroup - 1) / downGroup), 1, 1}, shmem, &down); err != nil {
-		return err
+	for _, half := range []struct {
+		kernel kernels.ID
+		bank   Bank
+		group  uint32
+		x, row driver.Ptr
+		out    driver.Ptr
+		n, k   int
+	}{
+		{up, m.GateUp, upGroup, q.Ordered, q.Row, at[1], 2 * m.Inter, m.Hidden},
+		{down, m.Down, downGroup, at[1], 0, y, m.Hidden, m.Inter},
+	} {
+		g := kernels.GroupParams{
+			X: half.x, Row: half.row, Bank: half.bank.Data, Scales: half.bank.Scales, Divisor: half.bank.Divisors, Items: q.Items, ItemCount: q.ItemCount, Out: half.out,
+			N: uint32(half.n), K: uint32(half.k), Tiles: uint32((half.n + kernels.TileCols - 1) / kernels.TileCols), Group: half.group, Capacity: q.Capacity,
+		}
+		if err := launch(s, c, st, half.kernel, [3]uint32{uint32(items) * ((g.Tiles + g.Group - 1) / g.Group), 1, 1}, shmem, &g); err != nil {
+			return err
+		}
 	}
 	sum := kernels.CombineParams{
 		Y: y, Place: q.Place, Weight: weight, Shared: shared, Logit: sharedLogit, Out: out, M: uint32(rows), H: uint32(m.Hidden), Topk: uint32(m.TopK),

@@ -328,6 +328,7 @@ func (b *bench) mixture(rows int) {
 		return
 	}
 	m := gemm.Mixture{Experts: experts, TopK: topk, Hidden: hidden, Inter: inner, Normalize: true}
+	m.Down.Layout = gemm.Tiles8
 	for i, bank := range []*gemm.Bank{&m.GateUp, &m.Down} {
 		n, k := 2*inner, hidden
 		if i == 1 {
@@ -343,12 +344,9 @@ func (b *bench) mixture(rows int) {
 	b.room.At = b.alloc(int(b.room.Bytes))
 	flops := 2 * float64(rows) * topk * 3 * inner * hidden
 	must(b.own.Route(b.c, b.s, m, logits, rows, chosen, weight))
-	for _, l := range []gemm.Layout{gemm.Tiles16, gemm.Tiles8} {
-		m.Down.Layout = l
-		b.report("experts", [...]string{"tiles16", "tiles8"}[l], rows, flops, func() error {
-			return b.own.Experts(b.c, b.s, m, x, rows, chosen, weight, shared, logit, out, b.room)
-		})
-	}
+	b.report("experts", "nvfp4", rows, flops, func() error {
+		return b.own.Experts(b.c, b.s, m, x, rows, chosen, weight, shared, logit, out, b.room)
+	})
 	b.report("route", "", rows, 0, func() error { return b.own.Route(b.c, b.s, m, logits, rows, chosen, weight) })
 	b.stages("experts", rows, b.own, func() error {
 		return b.own.Experts(b.c, b.s, m, x, rows, chosen, weight, shared, logit, out, b.room)

@@ -3,8 +3,6 @@
 #include "tile.cuh"
 #include "params.h"
 
-NINFER_DEVICE void copy8(uint32_t dst, const void* src) { asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(dst), "l"(src) : "memory"); }
-NINFER_DEVICE void copy4(uint32_t dst, const void* src) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory"); }
 NINFER_DEVICE uint4 lds128(uint32_t a) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a));
@@ -15,35 +13,45 @@ NINFER_DEVICE uint32_t lds16(uint32_t a) {
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(a));
   return v;
 }
-NINFER_DEVICE uint32_t lds8(uint32_t a) {
+NINFER_DEVICE uint32_t lds32(uint32_t a) {
   uint32_t v;
-  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(a));
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a));
   return v;
 }
 
 struct Tiles16 {
-  static constexpr bool kScaled = true, kPacked = true;
-  // A warp's tiles of the stored tiles a block does one after the other, each copied to 640 bytes of a stage: 16 codes each of rows g and
-  // g + 8 a lane, then their scales for both halves of a k128. Rows that are not there read as the last tile's.
+  static constexpr bool kScaled = true;
+  // A warp's tiles of the stored tiles a block does one after the other, 128 k at a time as they lie: 512 bytes of codes for each k64, 16 each of
+  // rows g and g + 8 a lane, then scales. Rows that are not there read as the last tile's.
   struct Lane {
     const uint8_t *base, *w;
     uint32_t tile, tiles, bytes;
     NINFER_DEVICE Lane(const GroupParams& p, uint32_t expert, uint32_t nt) : tile(nt * 8 + threadIdx.x / 32), tiles(p.n / 16), bytes(p.k / 128 * 1152) {
-      base = (const uint8_t*)p.bank + (uint64_t)expert * tiles * bytes;
+      base = (const uint8_t*)p.bank + (uint64_t)expert * tiles * bytes + threadIdx.x % 32 * 16;
       w = base + (uint64_t)min(tile, tiles - 1) * bytes;
     }
     NINFER_DEVICE void next() {
       tile += 8;
       w = base + (uint64_t)min(tile, tiles - 1) * bytes;
     }
-    NINFER_DEVICE void copy(uint32_t kt, uint32_t to) const {
+    NINFER_DEVICE void copy(uint32_t to) {
       const uint32_t lane = threadIdx.x % 32;
-      const uint8_t* from = w + kt / 2 * 1152;
-      copy16(to + lane * 16, from + kt % 2 * 512 + lane * 16, true);
-      copy4(to + 512 + lane * 4, from + 1024 + lane * 4);
+      to += lane * 16;
+      copy16(to, w, true);
+      copy16(to + 512, w + 512, true);
+      if (lane < 8) copy16(to + 1024, w + 1024, true);
+      w += 1152;
     }
-    static NINFER_DEVICE uint4 codes(uint32_t at) { return lds128(at + threadIdx.x % 32 * 16); }
-    static NINFER_DEVICE uint32_t scales(uint32_t at, uint32_t half) { return lds16(at + 512 + threadIdx.x % 32 * 4 + half * 2); }
+  };
+  struct Piece {
+    uint4 code[2];
+    uint32_t scale;
+    NINFER_DEVICE void load(uint32_t at) {
+      const uint32_t lane = threadIdx.x % 32;
+      code[0] = lds128(at + lane * 16), code[1] = lds128(at + 512 + lane * 16), scale = lds32(at + 1024 + lane * 4);
+    }
+    NINFER_DEVICE uint4 codes(int half) const { return code[half]; }
+    NINFER_DEVICE uint32_t scales(int half) const { return half ? scale >> 16 : scale; }
   };
   const uint8_t* w;  // this warp's tile of 16 rows, at this lane's codes; null for none
   uint4 code;
@@ -74,30 +82,43 @@ struct Tiles16 {
 };
 
 struct Tiles8 {
-  static constexpr bool kScaled = true, kPacked = true;
+  static constexpr bool kScaled = true;
+  // As above; a warp has two tiles, 576 bytes each: a lane's sixteen bytes are both k64 of its row.
   struct Lane {
     const uint8_t *base, *w;
     uint32_t tile, tiles, bytes;
     NINFER_DEVICE Lane(const GroupParams& p, uint32_t expert, uint32_t nt) : tile(nt * 16 + threadIdx.x / 32 * 2), tiles(p.n / 8), bytes(p.k / 128 * 576) {
-      base = (const uint8_t*)p.bank + (uint64_t)expert * tiles * bytes;
+      base = (const uint8_t*)p.bank + (uint64_t)expert * tiles * bytes + threadIdx.x % 32 * 16;
       w = base + (uint64_t)min(tile, tiles - 2) * bytes;
     }
     NINFER_DEVICE void next() {
       tile += 16;
       w = base + (uint64_t)min(tile, tiles - 2) * bytes;
     }
-    NINFER_DEVICE void copy(uint32_t kt, uint32_t to) const {
+    NINFER_DEVICE void copy(uint32_t to) {
       const uint32_t lane = threadIdx.x % 32;
-      const uint8_t* from = w + kt / 2 * 576;
-      copy8(to + lane * 16, from + lane * 16 + kt % 2 * 8);
-      copy8(to + lane * 16 + 8, from + bytes + lane * 16 + kt % 2 * 8);
-      copy4(to + 512 + lane * 4, from + 512 + lane / 16 * bytes + lane % 16 * 4);
+      to += lane * 16;
+      copy16(to, w, true);
+      copy16(to + 576, w + bytes, true);
+      if (lane < 8) {  // scales: four lanes a tile
+        const uint32_t second = lane / 4;
+        copy16(to + 512 + second * (576 - 64), w + 512 + (second ? bytes - 64 : 0), true);
+      }
+      w += 576;
     }
-    static NINFER_DEVICE uint4 codes(uint32_t at) { return lds128(at + threadIdx.x % 32 * 16); }
-    static NINFER_DEVICE uint32_t scales(uint32_t at, uint32_t half) {
-      at += 512 + threadIdx.x % 32 * 2 + half;
-      return lds8(at) | lds8(at + 64) << 8;
+  };
+  struct Piece {
+    uint4 code[2];
+    uint32_t scale[2];
+    NINFER_DEVICE void load(uint32_t at) {
+      const uint32_t lane = threadIdx.x % 32;
+#pragma unroll
+      for (int i = 0; i < 2; i++) code[i] = lds128(at + i * 576 + lane * 16), scale[i] = lds16(at + i * 576 + 512 + lane * 2);
     }
+    NINFER_DEVICE uint4 codes(int half) const {
+      return half ? make_uint4(code[0].z, code[0].w, code[1].z, code[1].w) : make_uint4(code[0].x, code[0].y, code[1].x, code[1].y);
+    }
+    NINFER_DEVICE uint32_t scales(int half) const { return __byte_perm(scale[0], scale[1], half ? 0x51 : 0x40); }
   };
   const uint8_t* w;  // this warp's first tile of 8 rows; the second follows
   uint32_t row_bytes;
@@ -144,7 +165,7 @@ NINFER_DEVICE uint32_t paired_row(uint32_t n, uint32_t nt, uint32_t r, bool up) 
 }
 
 struct StoredRows {
-  static constexpr bool kScaled = true, kPacked = false;
+  static constexpr bool kScaled = true;
   const uint8_t *w, *s;  // this thread's row, at its half of a k64; the scales of its expert; null for none
   uint32_t k, row;
   uint4 code;
@@ -172,7 +193,7 @@ struct StoredRows {
 };
 
 struct PlainRows {
-  static constexpr bool kScaled = false, kPacked = false;
+  static constexpr bool kScaled = false;
   const bf16* w;
   uint4 v[4];
   NINFER_DEVICE PlainRows(const GroupParams& p, uint32_t expert, uint32_t nt, bool up) {

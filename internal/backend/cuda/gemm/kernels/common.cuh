@@ -132,6 +132,12 @@ NINFER_DEVICE uint4 order8(uint4 v) {
 // ---- small arithmetic ----
 
 NINFER_DEVICE float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+// One instruction for the special function unit instead of two; off by at most 2.5e-4.
+NINFER_DEVICE float sigmoid_fast(float x) {
+  float t;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(0.5f * x));
+  return fmaf(0.5f, t, 0.5f);
+}
 // Where exp(-x) overflows the quotient is 0, and 0 times x is 0.
 NINFER_DEVICE float silu(float x) { return x * sigmoid(x); }
 NINFER_DEVICE float row_scale(const void* scale, uint32_t f32, uint32_t row) {

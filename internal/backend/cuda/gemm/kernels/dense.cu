@@ -142,8 +142,8 @@ NINFER_DEVICE void mix(const MixParams& p) {
             n = __ldg((const uint32_t*)(p.normed + ((uint64_t)(m0 + row) * 4 + j) * p.h + c));
           else
             asm volatile("ld.shared.u32 %0, [%1];" : "=r"(n) : "r"(streams + row * 256 + (((j * 4 + cq) ^ (row & 7)) << 4) + t * 4));
-          a = fmaf(sigmoid(tile.acc[i][4 * q + j][2 * h] * s[j][0]), bf16_lo(n), a);
-          b = fmaf(sigmoid(tile.acc[i][4 * q + j][2 * h + 1] * s[j][1]), bf16_hi(n), b);
+          a = fmaf(sigmoid_fast(tile.acc[i][4 * q + j][2 * h] * s[j][0]), bf16_lo(n), a);
+          b = fmaf(sigmoid_fast(tile.acc[i][4 * q + j][2 * h + 1] * s[j][1]), bf16_hi(n), b);
         }
         *(uint32_t*)(p.mix + (uint64_t)(m0 + row) * p.h + c) = pack_bf16(0.25f * a, 0.25f * b);
       }

@@ -13,72 +13,16 @@
 // 0 4 1 5 2 6 3 7, which is how codes come out of a word; `order` makes X so and expert_up writes its result so.
 //
 // A block does one item (at most 128 rows of one expert) times 128 stored rows, codes unpacked exactly while they move to shared memory. On sm_90
-// packed banks have a path of their own (wide.cuh): items of up to 192 rows, `group` times 128 stored rows a block.
+// packed banks have a path of their own: wide.cu.
 #include "tile.cuh"
 #include "params.h"
 #include "bank.cuh"
-#include "wide.cuh"
-
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-template <class Bank, bool UP, int N>
-NINFER_DEVICE void wide(const GroupParams& p, const Item item, uint32_t first, uint32_t count) {
-  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const float f = NVFP4_UNDO / __ldg(p.divisor + item.expert);
-  // rows of 64 hidden values or 128 outputs in shared memory, 16-byte chunks exchanged by row % 8
-  constexpr uint32_t kRow = UP ? 128 : 256;
-  const uint32_t out = smem_addr(smem) + kWideOut;
-  auto store = [&](uint32_t row, uint32_t chunk, uint32_t word, uint32_t v) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(out + row * kRow + ((chunk ^ (row & 7)) << 4) + word * 4), "r"(v) : "memory");
-  };
-  wide_run<Bank, N>(
-      p, item, first, count, [&](uint32_t r) { return (p.row ? __ldg(p.row + item.first + r) : item.first + r) * p.k; },
-      [&](uint32_t nt, float (&acc)[N / 8][4]) {
-#pragma unroll
-        for (int j = 0; j < N / 8; j++) {
-          if constexpr (UP) {
-            // rows g and g + 8 are gate and up of hidden value 8 warp + g, whose neighbour in the order is g + 4
-            const float h0 = silu(acc[j][0] * f) * (acc[j][2] * f), h1 = silu(acc[j][1] * f) * (acc[j][3] * f);
-            const float other = __shfl_xor_sync(~0u, g < 4 ? h1 : h0, 16);
-            store(8 * j + 2 * t + (g >> 2), (warp & 1) * 4 + (g & 3), warp >> 1, g < 4 ? pack_bf16(h0, other) : pack_bf16(other, h1));
-          } else {
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-              const float y0 = acc[j][2 * h] * f, y1 = acc[j][2 * h + 1] * f;
-              const float other = __shfl_xor_sync(~0u, g & 1 ? y0 : y1, 4);
-              store(8 * j + 2 * t + (g & 1), warp * 2 + h, g >> 1, g & 1 ? pack_bf16(other, y1) : pack_bf16(y0, other));
-            }
-          }
-        }
-        __syncthreads();  // the next tile's results come after more barriers
-        const uint32_t width = UP ? p.n / 2 : p.n;
-        constexpr uint32_t kChunks = kRow / 16;
-        const uint32_t chunk = threadIdx.x % kChunks, col = nt * (kRow / 2) + chunk * 8;
-        if (col < width)
-          for (uint32_t row = threadIdx.x / kChunks; row < item.rows; row += kThreads / kChunks)
-            *(uint4*)(p.out + (uint64_t)(item.first + row) * width + col) = lds128(out + row * kRow + ((chunk ^ (row & 7)) << 4));
-      });
-}
-#endif
 
 template <class Bank, bool UP>
 NINFER_DEVICE void group(const GroupParams& p) {
-  const uint32_t blocks = ceil_div(p.tiles, p.group), index = blockIdx.x / blocks, nt = (blockIdx.x - index * blocks) * p.group;
+  const uint32_t index = blockIdx.x / p.tiles, nt = blockIdx.x - index * p.tiles;
   if (index >= *p.item_count) return;
   const Item item = p.items[index];
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  if constexpr (kWarpgroups && Bank::kPacked) {
-    const uint32_t count = min(p.group, p.tiles - nt);
-    switch ((item.rows + 31) / 32) {
-      case 1: wide<Bank, UP, 32>(p, item, nt, count); break;
-      case 2: wide<Bank, UP, 64>(p, item, nt, count); break;
-      case 3: wide<Bank, UP, 96>(p, item, nt, count); break;
-      case 4: wide<Bank, UP, 128>(p, item, nt, count); break;
-      case 5: wide<Bank, UP, 160>(p, item, nt, count); break;
-      default: wide<Bank, UP, 192>(p, item, nt, count);
-    }
-    return;
-  }
-#endif
   Bank w(p, item.expert, nt, UP);
   Tile<128> tile;
   tile.run(p.x, p.k, 0, ceil_div(p.k, kK), item.rows, w,
@@ -120,11 +64,10 @@ NINFER_DEVICE void group(const GroupParams& p) {
   }
 }
 
-NINFER_KERNEL(expert_up_tiles16, GroupParams, 256, 1) { group<Tiles16, true>(p); }
+NINFER_KERNEL(expert_up_tiles16, GroupParams, 256, 2) { group<Tiles16, true>(p); }
 NINFER_KERNEL(expert_up_stored, GroupParams, 256, 2) { group<StoredRows, true>(p); }
 NINFER_KERNEL(expert_up_plain, GroupParams, 256, 2) { group<PlainRows, true>(p); }
-NINFER_KERNEL(expert_down_tiles16, GroupParams, 256, 1) { group<Tiles16, false>(p); }
-NINFER_KERNEL(expert_down_tiles8, GroupParams, 256, 1) { group<Tiles8, false>(p); }
+NINFER_KERNEL(expert_down_tiles8, GroupParams, 256, 2) { group<Tiles8, false>(p); }
 NINFER_KERNEL(expert_down_stored, GroupParams, 256, 2) { group<StoredRows, false>(p); }
 NINFER_KERNEL(expert_down_plain, GroupParams, 256, 2) { group<PlainRows, false>(p); }
 

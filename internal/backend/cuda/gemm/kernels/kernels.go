@@ -22,6 +22,8 @@ const (
 	TileK     = 64
 	stages    = 3
 	WideRows  = 192 // activation rows of a tile of packed experts on sm_90
+	FewRows   = 64  // the same where experts get few
+	WideAlign = 8   // where the pairs of an expert begin in panels
 	RunRows   = 256 // activation rows of a run of the counting sort
 	MaxTop    = 16
 	MaxExpert = 512
@@ -30,8 +32,14 @@ const (
 // TileShared is the shared memory of a block with a tile of rows activation rows, in bytes.
 func TileShared(rows int) uint32 { return uint32(stages * (rows + TileCols) * 2 * TileK) }
 
-// WideShared is the shared memory of a block of packed experts on sm_90.
-const WideShared = 6*(WideRows*2*TileK+8*640) + WideRows*2*TileCols
+// WideShared is the shared memory of a block of packed experts on sm_90 with items of up to rows rows: WideRows or FewRows.
+func WideShared(rows int) uint32 {
+	acts := 5
+	if rows == FewRows {
+		acts = 6
+	}
+	return uint32(acts*rows*2*TileK + 8*4*1152 + rows*2*TileCols + 128)
+}
 
 // Set is the loaded kernels of one context.
 type Set = code.Set[ID]

@@ -14,33 +14,37 @@ type ID int
 
 // The kernels.
 const (
-	DenseBf16128      ID = iota // DenseParams
-	DenseBf1664                 // DenseParams
-	DenseE4m3128                // DenseParams
-	DenseE4m364                 // DenseParams
-	DenseSum                    // SumParams
-	MixBf16                     // MixParams
-	MixE4m3                     // MixParams
-	Widen                       // WidenParams
-	Activate                    // ActivateParams
-	Gate                        // GateParams
-	ExpertUpTiles16             // GroupParams
-	ExpertUpStored              // GroupParams
-	ExpertUpPlain               // GroupParams
-	ExpertDownTiles16           // GroupParams
-	ExpertDownTiles8            // GroupParams
-	ExpertDownStored            // GroupParams
-	ExpertDownPlain             // GroupParams
-	Combine                     // CombineParams
-	Route                       // RouteParams
-	SortCount                   // SortParams
-	SortScan                    // SortParams
-	SortScatter                 // SortParams
-	Order                       // SortParams
-	Fill                        // FillParams
-	Site                        // SiteParams
-	SiteLong                    // SiteParams
-	Sizes                       // SizesParams
+	DenseBf16128     ID = iota // DenseParams
+	DenseBf1664                // DenseParams
+	DenseE4m3128               // DenseParams
+	DenseE4m364                // DenseParams
+	DenseSum                   // SumParams
+	MixBf16                    // MixParams
+	MixE4m3                    // MixParams
+	Widen                      // WidenParams
+	Activate                   // ActivateParams
+	Gate                       // GateParams
+	ExpertUpTiles16            // GroupParams
+	ExpertUpStored             // GroupParams
+	ExpertUpPlain              // GroupParams
+	ExpertDownTiles8           // GroupParams
+	ExpertDownStored           // GroupParams
+	ExpertDownPlain            // GroupParams
+	Combine                    // CombineParams
+	Route                      // RouteParams
+	SortCount                  // SortParams
+	SortScan                   // SortParams
+	SortScatter                // SortParams
+	Order                      // SortParams
+	Fill                       // FillParams
+	Site                       // SiteParams
+	SiteLong                   // SiteParams
+	Sizes                      // SizesParams
+	ExpertUpFew                // GroupParams
+	ExpertDownFew              // GroupParams
+	ExpertUpMany               // GroupParams
+	ExpertDownMany             // GroupParams
+	Panel                      // SortParams
 )
 
 // Name is the kernel's name.
@@ -48,7 +52,7 @@ func (k ID) Name() string { return table.Kernels[k].Name }
 
 var table = code.Table[ID]{
 	Archs:   []string{"sm_90a", "sm_120a"},
-	Sources: []string{"dense", "experts", "route", "site", "sizes"},
+	Sources: []string{"dense", "experts", "route", "site", "sizes", "wide"},
 	Kernels: []code.Kernel{
 		{Name: "dense_bf16_128", Source: "dense", Threads: 256},
 		{Name: "dense_bf16_64", Source: "dense", Threads: 256},
@@ -63,7 +67,6 @@ var table = code.Table[ID]{
 		{Name: "expert_up_tiles16", Source: "experts", Threads: 256},
 		{Name: "expert_up_stored", Source: "experts", Threads: 256},
 		{Name: "expert_up_plain", Source: "experts", Threads: 256},
-		{Name: "expert_down_tiles16", Source: "experts", Threads: 256},
 		{Name: "expert_down_tiles8", Source: "experts", Threads: 256},
 		{Name: "expert_down_stored", Source: "experts", Threads: 256},
 		{Name: "expert_down_plain", Source: "experts", Threads: 256},
@@ -77,6 +80,11 @@ var table = code.Table[ID]{
 		{Name: "site", Source: "site", Threads: 256},
 		{Name: "site_long", Source: "site", Threads: 256},
 		{Name: "sizes", Source: "sizes", Threads: 32},
+		{Name: "expert_up_few", Source: "wide", Threads: 256},
+		{Name: "expert_down_few", Source: "wide", Threads: 256},
+		{Name: "expert_up_many", Source: "wide", Threads: 256},
+		{Name: "expert_down_many", Source: "wide", Threads: 256},
+		{Name: "panel", Source: "wide", Threads: 256},
 	},
 	Layout: layout,
 	Sizes:  Sizes,
@@ -187,9 +195,11 @@ type SortParams struct {
 	Experts   uint32
 	Topk      uint32
 	Blocks    uint32
-	Tile      uint32
 	H         uint32
-	Wide      uint32
+	Tile      uint32
+	Unit      uint32
+	Align     uint32
+	Capacity  uint32
 	Reserved  uint32
 }
 
@@ -207,6 +217,8 @@ type GroupParams struct {
 	K         uint32
 	Tiles     uint32
 	Group     uint32
+	Capacity  uint32
+	Reserved  uint32
 }
 
 // CombineParams mirrors the struct of that name in params.h.
@@ -349,9 +361,11 @@ var layout = []uintptr{
 	unsafe.Offsetof(SortParams{}.Experts),
 	unsafe.Offsetof(SortParams{}.Topk),
 	unsafe.Offsetof(SortParams{}.Blocks),
-	unsafe.Offsetof(SortParams{}.Tile),
 	unsafe.Offsetof(SortParams{}.H),
-	unsafe.Offsetof(SortParams{}.Wide),
+	unsafe.Offsetof(SortParams{}.Tile),
+	unsafe.Offsetof(SortParams{}.Unit),
+	unsafe.Offsetof(SortParams{}.Align),
+	unsafe.Offsetof(SortParams{}.Capacity),
 	unsafe.Offsetof(SortParams{}.Reserved),
 	unsafe.Sizeof(GroupParams{}),
 	unsafe.Offsetof(GroupParams{}.X),
@@ -366,6 +380,8 @@ var layout = []uintptr{
 	unsafe.Offsetof(GroupParams{}.K),
 	unsafe.Offsetof(GroupParams{}.Tiles),
 	unsafe.Offsetof(GroupParams{}.Group),
+	unsafe.Offsetof(GroupParams{}.Capacity),
+	unsafe.Offsetof(GroupParams{}.Reserved),
 	unsafe.Sizeof(CombineParams{}),
 	unsafe.Offsetof(CombineParams{}.Y),
 	unsafe.Offsetof(CombineParams{}.Place),

@@ -75,23 +75,27 @@ struct SortParams {
   Item* items;             // tiles of at most `tile` rows
   uint32_t* item_count;
   const __nv_bfloat16* x;  // [M][h]
-  __nv_bfloat16* ordered;  // [M][h] the same in the order in which E2M1 codes are unpacked
-  uint32_t m, experts, topk, blocks, tile, h;  // tile: a multiple of 32
-  uint32_t wide, reserved;                     // the order of the warpgroup kernels
+  __nv_bfloat16* ordered;  // [M][h] the same in the order in which E2M1 codes are unpacked, or panels (wide.cuh)
+  uint32_t m, experts, topk, blocks, h;
+  uint32_t tile, unit;     // rows of an item: at most tile, and a multiple of unit but for an expert's last; both multiples of align
+  uint32_t align;          // an expert's pairs begin at a multiple of it
+  uint32_t capacity;       // pairs of a panel
+  uint32_t reserved;
 };
 
 // One half of the experts' network over all items.
 struct GroupParams {
-  const __nv_bfloat16* x;  // rows of k, ordered
-  const uint32_t* row;     // sorted pair -> row of x, or null for the pair itself
+  const __nv_bfloat16* x;  // rows of k, ordered; or panels
+  const uint32_t* row;     // sorted pair -> row of x, or null for the pair itself; not with panels
   const void* bank;        // LAYOUT_* of the kernel
   const void* scales;      // of stored banks
   const float* divisor;    // [E] of NVFP4
   const Item* items;
   const uint32_t* item_count;
-  __nv_bfloat16* out;      // one row a sorted pair: [inter], ordered, or [h]
+  __nv_bfloat16* out;      // one row a sorted pair: [inter], ordered, or [h]; with panels [inter] is in panels
   uint32_t n, k;           // n: stored rows of an expert
-  uint32_t tiles, group;   // tiles of 128 stored rows, and how many of them a block does: 1 but for packed banks on sm_90
+  uint32_t tiles, group;   // tiles of 128 stored rows, and how many of them a block does: 1 but with panels
+  uint32_t capacity, reserved;  // pairs of a panel
 };
 
 // out = sum over ranks of weight * y + sigmoid(logit) * shared.

@@ -5,7 +5,7 @@
 //   sort_count    how often each expert occurs in each run of 256 rows
 //   sort_scan     (one block) where each run's pairs of each expert begin, and the list of items of at most `tile` rows
 //   sort_scatter  the pairs to their places: inside an expert by row, so the order depends on nothing but the choice
-//   order         X in the order in which E2M1 codes come out of a word, (0,4)(1,5)(2,6)(3,7) in every eight; wide: order64 of wide.cuh
+//   order         X in the order in which E2M1 codes come out of a word, (0,4)(1,5)(2,6)(3,7) in every eight
 #include "common.cuh"
 #include "params.h"
 
@@ -111,9 +111,9 @@ NINFER_KERNEL(sort_scan, SortParams, 512, 1) {
       p.counts[b * p.experts + e] = total;
       total += n;
     }
-  // items of about the same size, in steps of 32 rows
-  const uint32_t start = before(total, scratch), tiles = ceil_div(total, p.tile), at = before(tiles, scratch);
-  const uint32_t size = tiles ? ceil_div(ceil_div(total, tiles), 32) * 32 : 0;
+  // items of about the same size
+  const uint32_t start = before(ceil_div(total, p.align) * p.align, scratch), tiles = ceil_div(total, p.tile), at = before(tiles, scratch);
+  const uint32_t size = tiles ? ceil_div(ceil_div(total, tiles), p.unit) * p.unit : 0;
   if (e < p.experts) {
     p.start[e] = start;
     for (uint32_t i = 0; i < tiles; i++) p.items[at + i] = {e, start + i * size, i * size < total ? min(size, total - i * size) : 0, 0};
@@ -129,23 +129,14 @@ NINFER_KERNEL(sort_scatter, SortParams, 512, 1) {
     const uint32_t r = i / p.topk, e = min(p.chosen[first * p.topk + i], kMaxExperts - 1u);
     uint32_t at = p.start[e] + p.counts[blockIdx.x * p.experts + e] + __popc(mask[e][r / 32] & ((1u << (r % 32)) - 1));
     for (uint32_t w = 0; w < r / 32; w++) at += __popc(mask[e][w]);
-    p.row[at] = first + r;
+    if (p.row) p.row[at] = first + r;
     p.place[first * p.topk + i] = at;
   }
 }
 
 NINFER_KERNEL(order, SortParams, 256, 4) {
   const uint64_t all = (uint64_t)p.m * p.h / 8;
-  for (uint64_t i = (uint64_t)blockIdx.x * 256 + threadIdx.x; i < all; i += (uint64_t)gridDim.x * 256) {
-    const uint4 v = order8(*((const uint4*)p.x + i));
-    if (p.wide) {  // word w of chunk n of eight goes to chunk (n & 1) * 4 + w, word n / 2
-      const uint32_t n = i % 8;
-      uint32_t* to = (uint32_t*)p.ordered + i / 8 * 32 + (n & 1) * 16 + (n >> 1);
-      to[0] = v.x, to[4] = v.y, to[8] = v.z, to[12] = v.w;
-    } else {
-      *((uint4*)p.ordered + i) = v;
-    }
-  }
+  for (uint64_t i = (uint64_t)blockIdx.x * 256 + threadIdx.x; i < all; i += (uint64_t)gridDim.x * 256) *((uint4*)p.ordered + i) = order8(*((const uint4*)p.x + i));
 }
 
 // Random contents for the benchmark: BF16 (0: normal-like times scale), bytes (1), E4M3 without NaN (2), FP32 about one (3), scales of E4M3 blocks (4).

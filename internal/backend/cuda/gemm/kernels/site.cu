@@ -14,28 +14,26 @@ NINFER_DEVICE void begin(const SiteParams& p) {
   const uint32_t stream = threadIdx.x / 64, at = threadIdx.x % 64, chunks = p.h / 8, warp = threadIdx.x / 32, row = blockIdx.x;
   bf16* x = p.x + ((uint64_t)row * 4 + stream) * p.h;
   const float weight = p.y ? p.inject[row * 4 + stream] : 0.0f;
-  uint4 kept[kMost];
-  float v[5] = {0, 0, 0, 0, 0};
+  uint4 kept[kMost], y[kMost];  // all asked for at once
 #pragma unroll
   for (int i = 0; i < kMost; i++) {
     const uint32_t c = at + 64 * i;
     if (c >= chunks) break;
     kept[i] = *((const uint4*)x + c);
+    if (p.y) y[i] = ldg128((const uint4*)(p.y + (uint64_t)row * p.h) + c);
   }
+  float v[5] = {0, 0, 0, 0, 0};
 #pragma unroll
   for (int i = 0; i < kMost; i++) {
     const uint32_t c = at + 64 * i;
     if (c >= chunks) break;
-    if (p.y) {
-      const uint4 y = ldg128((const uint4*)(p.y + (uint64_t)row * p.h) + c);
+    if (p.y)
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         uint32_t& k = (&kept[i].x)[j];
-        const uint32_t w = (&y.x)[j];
+        const uint32_t w = (&y[i].x)[j];
         k = pack_bf16(fmaf(weight, bf16_lo(w), bf16_lo(k)), fmaf(weight, bf16_hi(w), bf16_hi(k)));
       }
-      *((uint4*)x + c) = kept[i];
-    }
     const uint4 n = ldg128((const uint4*)(p.norm + stream * p.h) + c);
     float f[8];
 #pragma unroll
@@ -79,6 +77,7 @@ NINFER_DEVICE void begin(const SiteParams& p) {
       (&o.x)[j] = pack_bf16(fmaf(bf16_lo(k), bf16_lo(w), bf16_lo(k)) * rstd, fmaf(bf16_hi(k), bf16_hi(w), bf16_hi(k)) * rstd);
     }
     *((uint4*)out + c) = o;
+    if (p.y) *((uint4*)x + c) = kept[i];
   }
 }
 

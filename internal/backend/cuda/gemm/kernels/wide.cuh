@@ -2,90 +2,131 @@
 // shared memory.
 //
 // A lane of the decode kernels' tiles has 16 codes each of rows g and g + 8 in 64 k, which is just the A fragment of four k16 steps if the
-// activations' k order is made to suit (order64): unpacked weights never see shared memory. Two warpgroups of 64 stored rows each share up to
-// 192 activation rows, so that an expert's weights are mostly unpacked once; the instruction's width is the rows' number rounded up to 32.
-// One block an SM, which does a few tiles of stored rows one after the other. A k64 step is issued before the step before it has ended, while
-// the threads unpack the next one: fragments are double buffered; codes and activations come by asynchronous copies, six stages, four steps
-// ahead and on into the next tile. Results go through shared memory of their own to whole rows.
+// activations' k order is made to suit (order64): unpacked weights never see shared memory. Two warpgroups of 64 stored rows each share an item's
+// rows; the instruction's width is their number rounded up. A block does a few tiles of stored rows one after the other.
+//
+// Activations lie in panels: [k / 64][sorted pair][64], a pair's 128 bytes already exchanged as the instruction wants them (16-byte chunks by
+// row % 8; an expert's pairs begin at a multiple of eight), so that an item's 64 k are one piece of memory and one bulk copy, which the warps ask for
+// in turn.
+// A warp's codes come by asynchronous copies into a ring of its own, 128 k of its sixteen rows at a time. Nothing but the copies' barriers and the
+// instruction itself holds warps together until a tile's results go through shared memory to whole rows.
+//
+// A k64 step is issued before the step before it has ended, while the threads unpack the next one: fragments are double buffered.
 #pragma once
 #include "bank.cuh"
 
-static constexpr int kWideRows = 192;
-static constexpr int kWideStages = 6;
-static constexpr uint32_t kWideCodes = kWideRows * 128;           // of a stage, then 640 bytes a warp: 512 of codes, 128 of scales
-static constexpr uint32_t kWideStage = kWideCodes + 8 * 640;
-static constexpr uint32_t kWideOut = kWideStages * kWideStage;    // then the results: kWideRows rows of 128 columns
-
-// Position of k in its 64: chunk 2s + h of eight holds, for t = 0..3 and i = 0..1, k = 16 t + 8 (w / 4) + w % 4 + 4 i with w = 2s + h.
-NINFER_DEVICE uint32_t order64(uint32_t k) {
-  const uint32_t n = k / 8, e = k % 8;
-  return 8 * ((n & 1) * 4 + (e & 3)) + (n >> 1) * 2 + (e >> 2);
-}
+// Shared memory of a block with items of up to ROWS activation rows.
+template <int ROWS>
+struct Wide {
+  static constexpr uint32_t kAct = ROWS * 128;                    // a stage of activations: 64 k
+  static constexpr uint32_t kActs = ROWS == 64 ? 6 : 5;
+  static constexpr uint32_t kRing = 4, kPiece = 1152;             // of a warp's codes: 128 k
+  static constexpr uint32_t kCodes = kActs * kAct, kOut = kCodes + 8 * kRing * kPiece;
+  static constexpr uint32_t kBars = kOut + ROWS * 256;            // full, empty of every stage, one that nobody waits for
+};
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// d (64 x N) += A (64 x 16, registers) * B (N x 16) transposed, in shared memory.
+// ---- barriers of copies ----
+
+NINFER_DEVICE void bar_init(uint32_t bar, uint32_t arrivals) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory"); }
+NINFER_DEVICE void bar_arrive(uint32_t bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory"); }
+NINFER_DEVICE void bar_expect(uint32_t bar, uint32_t bytes) { asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory"); }
+NINFER_DEVICE void bar_wait(uint32_t bar, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred p;\nW%=:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra D%=;\nbra W%=;\nD%=:\n}" ::"r"(bar), "r"(parity) : "memory");
+}
+NINFER_DEVICE void bulk_copy(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src), "r"(bytes), "r"(bar) : "memory");
+}
+// d (64 x N) += A (64 x 16, registers) * B (N x 16) transposed, in shared memory: the low word of wgmma_operand.
 template <int N>
-NINFER_DEVICE void wgmma_rs(float (&d)[N / 8][4], const uint32_t* a, uint64_t b);
+NINFER_DEVICE void wgmma_rs(float (&d)[N / 8][4], const uint32_t* a, uint32_t b);
 #define D4(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
 template <>
-NINFER_DEVICE void wgmma_rs<32>(float (&d)[4][4], const uint32_t* a, uint64_t b) {
+NINFER_DEVICE void wgmma_rs<16>(float (&d)[2][4], const uint32_t* a, uint32_t b) {
   asm volatile(
+      "{.reg .b64 b; mov.b64 b, {%12, 0x40000040};\n"
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
+      "%0,%1,%2,%3,%4,%5,%6,%7"
+      "}, {%8,%9,%10,%11}, b, 1, 1, 1, 0;}"
+      : D4(0), D4(1)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
+}
+template <>
+NINFER_DEVICE void wgmma_rs<32>(float (&d)[4][4], const uint32_t* a, uint32_t b) {
+  asm volatile(
+      "{.reg .b64 b; mov.b64 b, {%20, 0x40000040};\n"
       "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
       "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-      "}, {%16,%17,%18,%19}, %20, 1, 1, 1, 0;"
+      "}, {%16,%17,%18,%19}, b, 1, 1, 1, 0;}"
       : D4(0), D4(1), D4(2), D4(3)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
 }
 template <>
-NINFER_DEVICE void wgmma_rs<64>(float (&d)[8][4], const uint32_t* a, uint64_t b) {
+NINFER_DEVICE void wgmma_rs<48>(float (&d)[6][4], const uint32_t* a, uint32_t b) {
   asm volatile(
+      "{.reg .b64 b; mov.b64 b, {%28, 0x40000040};\n"
+      "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {"
+      "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23"
+      "}, {%24,%25,%26,%27}, b, 1, 1, 1, 0;}"
+      : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
+}
+template <>
+NINFER_DEVICE void wgmma_rs<64>(float (&d)[8][4], const uint32_t* a, uint32_t b) {
+  asm volatile(
+      "{.reg .b64 b; mov.b64 b, {%36, 0x40000040};\n"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
       "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-      "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 0;"
+      "}, {%32,%33,%34,%35}, b, 1, 1, 1, 0;}"
       : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
 }
 template <>
-NINFER_DEVICE void wgmma_rs<96>(float (&d)[12][4], const uint32_t* a, uint64_t b) {
+NINFER_DEVICE void wgmma_rs<96>(float (&d)[12][4], const uint32_t* a, uint32_t b) {
   asm volatile(
+      "{.reg .b64 b; mov.b64 b, {%52, 0x40000040};\n"
       "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {"
       "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
       "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
-      "}, {%48,%49,%50,%51}, %52, 1, 1, 1, 0;"
+      "}, {%48,%49,%50,%51}, b, 1, 1, 1, 0;}"
       : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7), D4(8), D4(9), D4(10), D4(11)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
 }
 template <>
-NINFER_DEVICE void wgmma_rs<128>(float (&d)[16][4], const uint32_t* a, uint64_t b) {
+NINFER_DEVICE void wgmma_rs<128>(float (&d)[16][4], const uint32_t* a, uint32_t b) {
   asm volatile(
+      "{.reg .b64 b; mov.b64 b, {%68, 0x40000040};\n"
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
       "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
       "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-      "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 0;"
+      "}, {%64,%65,%66,%67}, b, 1, 1, 1, 0;}"
       : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7), D4(8), D4(9), D4(10), D4(11), D4(12), D4(13), D4(14), D4(15)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
 }
 template <>
-NINFER_DEVICE void wgmma_rs<160>(float (&d)[20][4], const uint32_t* a, uint64_t b) {
+NINFER_DEVICE void wgmma_rs<160>(float (&d)[20][4], const uint32_t* a, uint32_t b) {
   asm volatile(
+      "{.reg .b64 b; mov.b64 b, {%84, 0x40000040};\n"
       "wgmma.mma_async.sync.aligned.m64n160k16.f32.bf16.bf16 {"
       "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
       "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,"
       "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
-      "}, {%80,%81,%82,%83}, %84, 1, 1, 1, 0;"
+      "}, {%80,%81,%82,%83}, b, 1, 1, 1, 0;}"
       : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7), D4(8), D4(9), D4(10), D4(11), D4(12), D4(13), D4(14), D4(15), D4(16), D4(17), D4(18), D4(19)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
 }
 template <>
-NINFER_DEVICE void wgmma_rs<192>(float (&d)[24][4], const uint32_t* a, uint64_t b) {
+NINFER_DEVICE void wgmma_rs<192>(float (&d)[24][4], const uint32_t* a, uint32_t b) {
   asm volatile(
+      "{.reg .b64 b; mov.b64 b, {%100, 0x40000040};\n"
       "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
       "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
       "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,"
       "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-      "}, {%96,%97,%98,%99}, %100, 1, 1, 1, 0;"
+      "}, {%96,%97,%98,%99}, b, 1, 1, 1, 0;}"
       : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7), D4(8), D4(9), D4(10), D4(11), D4(12), D4(13), D4(14), D4(15), D4(16), D4(17), D4(18), D4(19), D4(20), D4(21), D4(22), D4(23)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
 }
 #undef D4
 
@@ -103,57 +144,79 @@ NINFER_DEVICE void unpack(uint4 code, uint32_t scales, uint32_t* a) {
 }
 
 // The products of one item's rows with stored tiles first..first+count-1 of its expert; finish(tile, acc) takes each tile's sums: acc[j] holds
-// stored rows g, g + 8 of this warp's sixteen for activation rows 8 j + 2 t and one more. k is a multiple of 128. row(r) is the element offset
-// of activation row r in x.
-template <class Bank, int N, class Row, class Finish>
-NINFER_DEVICE void wide_run(const GroupParams& p, const Item& item, uint32_t first, uint32_t count, Row row, Finish finish) {
-  const uint32_t base = smem_addr(smem), chunk = threadIdx.x % 8, r0 = threadIdx.x / 8, steps = p.k / kK, total = steps * count;
-  const uint32_t into = r0 * 128 + ((chunk ^ (r0 & 7)) << 4), mine = kWideCodes + threadIdx.x / 32 * 640;
-  const uint32_t end = base + kWideOut;
-  typename Bank::Lane lane(p, item.expert, first);
-  const bf16* from[N / 32];
-  uint32_t live = 0;
-#pragma unroll
-  for (int j = 0; j < N / 32; j++) {
-    const bool yes = r0 + 32 * j < item.rows;
-    from[j] = p.x + (yes ? (uint64_t)row(r0 + 32 * j) : 0) + chunk * 8;
-    live |= yes << j;
+// stored rows g, g + 8 of this warp's sixteen for activation rows 8 j + 2 t and one more. k is a multiple of 128.
+template <class Bank, int N, int ROWS, class Finish>
+NINFER_DEVICE void wide_run(const GroupParams& p, const Item& item, uint32_t first, uint32_t count, Finish finish) {
+  using W = Wide<ROWS>;
+  const uint32_t base = smem_addr(smem), bars = base + W::kBars, lane = threadIdx.x % 32, warp = threadIdx.x / 32, pieces = p.k / 128;
+  const uint32_t ring = base + W::kCodes + warp * W::kRing * W::kPiece, end = ring + W::kRing * W::kPiece;
+  const uint32_t bytes = (item.rows + 7) / 8 * 1024;
+  if (threadIdx.x == 0) {
+    for (uint32_t i = 0; i <= 2 * W::kActs; i++) bar_init(bars + i * 8, i < W::kActs ? 1 : 8);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  uint32_t asked = 0, asked_kt = 0, asked_stage = base;
-  auto ask = [&]() {
-    if (asked < total) {
-#pragma unroll
-      for (int j = 0; j < N / 32; j++) copy16(asked_stage + into + j * 32 * 128, from[j] + asked_kt * kK, live >> j & 1);
-      lane.copy(asked_kt, asked_stage + mine);
-      asked++, asked_stage += kWideStage;
-      if (asked_stage == end) asked_stage = base;
-      if (++asked_kt == steps) asked_kt = 0, lane.next();
+  typename Bank::Lane from(p, item.expert, first);
+  uint32_t left = pieces * count, piece = 0, slot = ring;
+  auto ask = [&](uint32_t to) {
+    if (left) {
+      from.copy(to), left--;
+      if (++piece == pieces) piece = 0, from.next();
     }
     copy_commit();
   };
 #pragma unroll
-  for (int s = 0; s < kWideStages - 2; s++) ask();
-  uint32_t even[16], odd[16], stage = base;
-  copy_wait<kWideStages - 3>();
-  __syncthreads();
-  unpack(Bank::Lane::codes(stage + mine), Bank::Lane::scales(stage + mine, 0), even);
+  for (uint32_t s = 0; s < W::kRing; s++) ask(ring + s * W::kPiece);
+  typename Bank::Piece raw;
+  auto load = [&]() {
+    copy_wait<W::kRing - 1>();
+    __syncwarp();
+    raw.load(slot);
+    __syncwarp();
+    ask(slot);
+    if ((slot += W::kPiece) == end) slot = ring;
+  };
+  uint32_t even[16], odd[16];
+  load();
+  unpack(raw.codes(0), raw.scales(0), even);
+  __syncthreads();  // barriers have been made
+  // Step s asks for the activations of step s - 2 + kActs, which go where those of step s - 2 were: warp s % 8 does. `older` and `old` are the
+  // barriers of steps s - 2 and s - 1 with their parities.
+  const bf16* const x = p.x + (uint64_t)item.first * kK;
+  const uint32_t steps = 2 * pieces, total = steps * count;
+  auto fetch = [&](uint32_t bar, uint32_t kt) {
+    bar_expect(bar, bytes);
+    bulk_copy(base + (bar - bars) / 8 * W::kAct, x + (uint64_t)kt * p.capacity * kK, bytes, bar);
+  };
+  if (lane == 0 && warp < W::kActs - 2 && warp < total) fetch(bars + warp * 8, warp % steps);
+  uint32_t asked = warp + W::kActs - 2, asked_kt = asked % steps, turn = warp;
+  uint32_t older = (bars + (W::kActs - 2) * 8) | 1, old = (bars + (W::kActs - 1) * 8) | 1;
   float acc[N / 8][4];
-  auto step = [&](uint32_t half, uint32_t (&now)[16], uint32_t (&next)[16]) {
-    copy_wait<kWideStages - 4>();  // this step's activations and the next one's codes
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncthreads();
-    const uint64_t b = wgmma_operand(stage);
+  const uint32_t first_stage = (uint32_t)wgmma_operand(base);
+  uint32_t stage = first_stage, full = bars, parity = 0, before = bars + 2 * W::kActs * 8;
+  auto step = [&](int half, uint32_t (&now)[16], uint32_t (&next)[16]) {
+    bar_wait(full, parity);
     wgmma_fence();
 #pragma unroll
-    for (int kk = 0; kk < 4; kk++) wgmma_rs<N>(acc, now + 4 * kk, b + 2 * kk);
+    for (int kk = 0; kk < 4; kk++) wgmma_rs<N>(acc, now + 4 * kk, stage + 2 * kk);
     wgmma_commit();
-    ask();  // into the stage of two steps ago, which all have finished
-    stage += kWideStage;
-    if (stage == end) stage = base;
-    const uint4 code = Bank::Lane::codes(stage + mine);
-    const uint32_t scales = Bank::Lane::scales(stage + mine, half ^ 1);
-    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // the step before: `next` is free
-    unpack(code, scales, next);
+    if (half) load();
+    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // the step before: `next` and its stage are free
+    if (lane == 0) bar_arrive(before);
+    if (turn-- == 0) {
+      turn = 7;
+      if (asked < total && lane == 0) {
+        const uint32_t bar = older & ~1u;
+        bar_wait(bar + W::kActs * 8, older & 1);
+        fetch(bar, asked_kt);
+      }
+      __syncwarp();
+      asked += 8, asked_kt += 8;
+      while (asked_kt >= steps) asked_kt -= steps;
+    }
+    before = full + W::kActs * 8, older = old, old = full | parity;
+    stage += W::kAct / 16, full += 8;
+    if (full == bars + W::kActs * 8) stage = first_stage, full = bars, parity ^= 1;
+    unpack(raw.codes(half ^ 1), raw.scales(half ^ 1), next);
   };
 #pragma unroll 1
   for (uint32_t tile = first; tile < first + count; tile++) {
@@ -162,7 +225,7 @@ NINFER_DEVICE void wide_run(const GroupParams& p, const Item& item, uint32_t fir
 #pragma unroll
       for (int l = 0; l < 4; l++) acc[j][l] = 0;
 #pragma unroll 1
-    for (uint32_t kt = 0; kt < steps; kt += 2) {
+    for (uint32_t k = 0; k < pieces; k++) {
       step(0, even, odd);
       step(1, odd, even);
     }
