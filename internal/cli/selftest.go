@@ -106,7 +106,7 @@ func gpuBackend(ordinal, layers int) selftest.Backend {
 		},
 		Stored: &selftest.Stored{
 			Open: func(m *model.Model, tokens int) (backend.Device, error) {
-				return cpu.NewOracle(cpu.Options{States: m.States, Lanes: 1, Tokens: tokens, Carry: tokens, Stored: true}), nil
+				return cpu.NewOracle(cpu.Options{States: m.States, Lanes: 1, Tokens: tokens, Carry: tokens, Stored: true, Wide: device.FewRows}), nil
 			},
 			Worst: deep * 2e-2, Median: deep * 9e-3, Draft: deep * 1e-2, FreeMedian: 1.5e-2, Near: 2e-2, Share: 0.9,
 		},

@@ -23,6 +23,9 @@ type Options struct {
 	Verify int // most rows of one lane in a Verify pass
 	Carry  int // most rows a launch can leave carried: at least the largest prefill chunk when a drafter runs
 	Stored bool
+	// Wide, with Stored: prompts of more rows in a pass store more of what they compute in BF16, as a GPU's kernels for many rows do: normalised
+	// streams, low-rank values and each routed expert's result. 0 for none.
+	Wide int
 
 	// Pages is the size of the pool that images take their rows from, backend.PageTokens tokens at a time; 0 is enough for all images.
 	Pages int

@@ -12,7 +12,7 @@ import (
 // rounded to BF16 where a kernel stores them in BF16 (round is called there); otherwise nothing is rounded but what
 // Options.KV and Options.BF16State say.
 func NewOracle(opt Options) backend.Device {
-	o := &oracle{round: func(v float64) float64 { return v }, halfState: opt.BF16State}
+	o := &oracle{round: func(v float64) float64 { return v }, halfState: opt.BF16State, wide: opt.Wide}
 	if opt.Stored {
 		o.round = num.RoundBF16
 	}
@@ -23,6 +23,14 @@ func NewOracle(opt Options) backend.Device {
 type oracle struct {
 	round     func(float64) float64
 	halfState bool
+	wide      int
+}
+
+// roundWide rounds what passes of many rows store and others do not.
+func (o *oracle) roundWide(p *pass[float64], v []float64) {
+	if o.wide > 0 && p.kind == backend.Prefill && len(p.rows) > o.wide {
+		o.roundAll(v)
+	}
 }
 
 func (o *oracle) prepare(_ *step[float64], op backend.Op) (func(*pass[float64]) error, error) {
@@ -262,11 +270,13 @@ func (o *oracle) mix(p *pass[float64], op backend.Mix) {
 	for r := range p.rows {
 		groupNorm(n[r*width:(r+1)*width], x[r*width:(r+1)*width], w, h, op.W.Eps)
 	}
+	o.roundWide(p, n)
 	low := make([]float64, len(p.rows)*op.W.Down.N)
 	matmul(op.W.Down, n, low)
 	for i := range low {
 		low[i] = silu(low[i] / streams)
 	}
+	o.roundWide(p, low)
 	gate := make([]float64, len(x))
 	matmul(op.W.Up, low, gate)
 	for r := range p.rows {

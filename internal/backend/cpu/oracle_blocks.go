@@ -350,6 +350,7 @@ func (o *oracle) moe(p *pass[float64], op backend.MoE) error {
 			copy(x[i*h:], in[u.row*h:(u.row+1)*h])
 		}
 		y := o.gated(w.GateUp.Rows(e*2*w.Inter, w.Inter), w.GateUp.Rows(e*2*w.Inter+w.Inter, w.Inter), w.Down.Rows(e*h, h), x)
+		o.roundWide(p, y)
 		for i, u := range us {
 			parts[u.row][u.rank] = y[i*h : (i+1)*h]
 		}

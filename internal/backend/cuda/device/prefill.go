@@ -18,8 +18,8 @@ import (
 //
 // The operations of wide passes run one after the other, so all their scratch, that of every step, is the same memory.
 
-// fewRows is the most rows that go the way of decoding unless Options.Few says otherwise: measured (docs/kernels.md).
-const fewRows = 12
+// FewRows is the most rows that go the way of decoding unless Options.Few says otherwise: measured (docs/kernels.md).
+const FewRows = 12
 
 // maxZeros is the widest row of an n-gram embedding.
 const maxZeros = 1 << 14
@@ -41,7 +41,7 @@ func (d *Device) few() int {
 	if d.opt.Few != 0 {
 		return max(0, d.opt.Few)
 	}
-	return fewRows
+	return FewRows
 }
 
 // widens says whether a program is one for many rows.
