@@ -51,7 +51,7 @@ func TestCrash(t *testing.T) {
 		return dir
 	}
 	model := filepath.Join(root, "model")
-	source := generate(t, model, v)
+	source, _ := generate(t, model, v)
 	clean := folder()
 	s := newSubject(t, model, 512<<20, clean)
 	var size int64

@@ -58,6 +58,11 @@ func (c *conversion) largest(ctx context.Context, object string, tensors []hf.Te
 			list = append(list, one...)
 		}
 	}
+	kept := make([]bool, len(list)) // as many as memory has room for, so that writing need not read them from the disk again
+	for i, room := 0, hf.KeepBytes(); i < len(list) && room >= int64(list[i].n); i++ {
+		kept[i] = true
+		room -= int64(list[i].n)
+	}
 	var mu sync.Mutex // guards most
 	var most float32
 	buffers := sync.Pool{New: func() any { return new(buffer) }}
@@ -66,8 +71,12 @@ func (c *conversion) largest(ctx context.Context, object string, tensors []hf.Te
 		defer buffers.Put(b)
 		r := list[i]
 		p := sized(&b.source, r.n)
-		if err := readCuts(list[i:i+1], p); err != nil {
-			return err
+		read := r.t.ReadAt
+		if kept[i] {
+			read = r.t.ReadKept
+		}
+		if _, err := read(p, r.off); err != nil {
+			return classify(Source, err)
 		}
 		m, err := num.MaxAbsBF16(p)
 		if err != nil {

@@ -22,6 +22,15 @@ func cached(f *os.File, off, n int64) bool {
 	return err == nil && int64(c.Cache)*int64(os.Getpagesize()) >= n/2
 }
 
+// Spare is how many bytes of files could stay in memory that nobody uses now: half of it.
+func Spare() int64 {
+	var s unix.Sysinfo_t
+	if unix.Sysinfo(&s) != nil {
+		return 0
+	}
+	return int64(s.Freeram) / 2 * int64(s.Unit)
+}
+
 const hugePage = 2 << 20
 
 // newBuffer maps a buffer on the border of a huge page. Where that fails, any aligned one will do.

@@ -70,11 +70,20 @@ func (t Tensor) Size() int64 { return int64(len(t.Data)) }
 
 // ReadAt fills p with the tensor's bytes from off on, through the file and, if they are many, past the page cache. A range outside the tensor is an
 // error, as is a file that has become shorter.
-func (t Tensor) ReadAt(p []byte, off int64) (int, error) {
+func (t Tensor) ReadAt(p []byte, off int64) (int, error) { return t.readAt(p, off, t.shard.long) }
+
+// ReadKept is ReadAt for bytes that will be read again: it leaves them in the page cache, where ReadAt finds them. KeepBytes says for how many that
+// is good.
+func (t Tensor) ReadKept(p []byte, off int64) (int, error) { return t.readAt(p, off, nil) }
+
+// KeepBytes is how much of a checkpoint memory has room for that nobody uses now; 0 where all reads go through the page cache.
+func KeepBytes() int64 { return direct.Spare() }
+
+func (t Tensor) readAt(p []byte, off int64, long *direct.File) (int, error) {
 	if off < 0 || off > t.Size() || int64(len(p)) > t.Size()-off {
 		return 0, fmt.Errorf("%s: tensor %q: %d bytes at %d are outside its %d", t.File, t.Name, len(p), off, t.Size())
 	}
-	n := t.shard.long.ReadAt(p, t.off+off)
+	n := long.ReadAt(p, t.off+off)
 	k, err := t.shard.file.ReadAt(p[n:], t.off+off+int64(n))
 	if n += k; n == len(p) {
 		return n, nil
