@@ -5,6 +5,12 @@ import (
 	"testing"
 
 	"ninfer/internal/backend"
+	sequences "ninfer/internal/backend/cuda/chunk/kernels"
+	"ninfer/internal/backend/cuda/device"
+	plain "ninfer/internal/backend/cuda/device/kernels"
+	"ninfer/internal/backend/cuda/drivertest"
+	products "ninfer/internal/backend/cuda/gemm/kernels"
+	tuned "ninfer/internal/backend/cuda/kernels"
 	"ninfer/internal/bench"
 	"ninfer/internal/model"
 )
@@ -52,6 +58,54 @@ func TestSyntheticOfficial(t *testing.T) {
 		}
 		if mb := bench.Moved(p, m.States, bench.Formats{}, 1, 8192, 10).Total() / 1e6; mb < 0.99*c.moved || mb > 1.01*c.moved {
 			t.Errorf("%+v: a step moves %.0f MB, want %.0f: %+v", c.v, mb, c.moved, bench.Moved(p, m.States, bench.Formats{}, 1, 8192, 10))
+		}
+		launches(t, l)
+	}
+}
+
+// launches runs a prompt and some steps on a GPU that computes nothing: all that the model consists of has its kernel for many rows and its fast
+// one for a step, and a step is replayed as one graph.
+func launches(t *testing.T, l *loaded) {
+	t.Helper()
+	must := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	drv, gpu, err := drivertest.New(plain.Layout(), tuned.Layout(), products.Layout(), sequences.Layout())
+	must(err)
+	m, err := l.bind(model.Options{Drafter: true})
+	must(err)
+	d, err := device.Open(device.Options{States: m.States, Lanes: 1, Tokens: 16384, Verify: 6, Carry: 1024, Driver: drv, Made: l.made, Library: "none"})
+	must(err)
+	defer func() { must(d.Close()) }()
+	r := model.NewRunner(m, d, 512)
+	none := func(what string, kernels ...string) {
+		t.Helper()
+		for _, k := range kernels {
+			if n := gpu.Count(k); n > 0 {
+				t.Errorf("%s launches %s %d times", what, k, n)
+			}
+		}
+	}
+	_, err = r.Prompt(backend.LaneRows{Tokens: make([]int32, 512)})
+	must(err)
+	none("a prompt", "gemv", "hc_down", "hc_up", "expert_gate_up", "expert_up", "delta", "delta_quarters", "attend", "attend_group", "project_bf16_deep", "project_e4m3_deep")
+	// 48 layers, every fourth with attention; two hyper-connections a layer and one behind; the drafter has a pass of its own
+	for kernel, want := range map[string]int{"site": 97, "route": 48, "attend_wide": 12, "report": 2} {
+		if n := gpu.Count(kernel); n != want {
+			t.Errorf("a prompt launches %s %d times, want %d", kernel, n, want)
+		}
+	}
+	for i := range 4 {
+		gpu.Launched, gpu.Graphs = gpu.Launched[:0], 0
+		_, err = r.Launch(backend.Verify, &backend.Control{Lanes: []backend.LaneRows{{Tokens: []int32{1}, Positions: model.Positions(512+i, 1), Want: backend.WantLast}}})
+		must(err)
+		must(d.Commit(0, 1))
+		none("a step", "gemv", "hc_up", "expert_up", "delta", "attend", "merge", "score", "pick", "route")
+		if want := min(i, 1); gpu.Graphs != want || gpu.Count("report") != 1 {
+			t.Errorf("step %d: %d graphs, want %d, %d launches in all", i, gpu.Graphs, want, len(gpu.Launched))
 		}
 	}
 }

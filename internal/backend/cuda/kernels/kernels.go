@@ -63,3 +63,6 @@ type Plan struct {
 func (s *Set) Run[P any](c *driver.Context, st driver.Stream, plan Plan, params *P, pdl bool) error {
 	return s.Set.Run(c, st, plan.Kernel, [3]uint32{plan.Grid, max(1, plan.GridY), 1}, plan.Shared, params, pdl)
 }
+
+// Layout is the size of every parameter struct followed by the offsets of its fields.
+func Layout() []uintptr { return layout }

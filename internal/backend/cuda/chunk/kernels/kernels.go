@@ -20,3 +20,6 @@ type Set = code.Set[ID]
 
 // Load loads the machine code into c: the committed one, or that of files. It fails with *driver.ArchError on a GPU there is no code for.
 func Load(c *driver.Context, files fs.FS) (*Set, error) { return code.Load(c, &table, files, nil) }
+
+// Layout is the size of every parameter struct followed by the offsets of its fields.
+func Layout() []uintptr { return layout }

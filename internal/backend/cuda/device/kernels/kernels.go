@@ -84,3 +84,6 @@ type Set = code.Set[ID]
 func Load(c *driver.Context, files fs.FS) (*Set, error) {
 	return code.Load(c, &table, files, []ID{Delta, ProjectBf16, ProjectBf16Deep, ProjectE4m3, ProjectE4m3Deep})
 }
+
+// Layout is the size of every parameter struct followed by the offsets of its fields.
+func Layout() []uintptr { return layout }
