@@ -178,9 +178,13 @@ func TestPull(t *testing.T) {
 	}
 	want(t, 0, `"fetched_bytes": 1000`, "pull", "a/b", "--revision", "v1", "--out", "other", "--exclude", "*.json", "--endpoint", h.URL)
 	want(t, 2, "--jobs", "pull", "a/b", "--jobs", "0")
-	want(t, 1, "OWNER/NAME", "pull", "just-a-name")
+	want(t, 2, "OWNER/NAME", "pull", "just-a-name")
+	want(t, 2, "not an http", "pull", "a/b", "--list", "--endpoint", "ftp://x")
 	t.Setenv("HF_TOKEN", "hf_wrongOne")
 	if status, out, errw := ninfer(t, "pull", "a/b", "--revision", "v1", "--out", "third"); status != 1 || !denied || strings.Contains(out+errw, "hf_wrongOne") {
 		t.Errorf("a wrong token: %d %s%s", status, out, errw)
+	}
+	if _, err := os.Lstat("third"); err == nil {
+		t.Error("a folder for files that nobody may list")
 	}
 }

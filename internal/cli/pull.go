@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"path"
@@ -35,7 +36,7 @@ func (c *pullCommand) Run(e *environment) error {
 	if c.List {
 		l, err := hub.List(e.ctx, o)
 		if err != nil {
-			return err
+			return pullError(err)
 		}
 		total := int64(0)
 		for _, f := range l.Files {
@@ -65,10 +66,17 @@ func (c *pullCommand) Run(e *environment) error {
 			e.say("interrupted; the same command goes on where it stopped")
 			return statusError(exitInterrupted)
 		}
-		return err
+		return pullError(err)
 	}
 	for _, f := range s.Unhash {
 		e.say("%s: the hub gives no digest for it, only its length was checked", f)
 	}
 	return printJSON(e, s)
+}
+
+func pullError(err error) error {
+	if u := (*hub.UsageError)(nil); errors.As(err, &u) {
+		return usageError{err}
+	}
+	return err
 }

@@ -65,6 +65,13 @@ type client struct {
 	http *http.Client
 }
 
+// UsageError is an option that no hub could serve.
+type UsageError struct{ msg string }
+
+func (e *UsageError) Error() string { return e.msg }
+
+func usagef(format string, args ...any) error { return &UsageError{fmt.Sprintf(format, args...)} }
+
 var repoName = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$`)
 
 func newClient(o Options) (*client, error) {
@@ -80,25 +87,25 @@ func newClient(o Options) (*client, error) {
 	base, err := url.Parse(strings.TrimRight(o.Endpoint, "/"))
 	switch {
 	case err != nil || base.Host == "" || base.Scheme != "https" && base.Scheme != "http" || base.RawQuery != "" || base.Fragment != "":
-		return nil, fmt.Errorf("hub: endpoint %q is not an http or https address", redact(o.Endpoint))
+		return nil, usagef("hub: endpoint %q is not an http or https address", redact(o.Endpoint))
 	case base.User != nil:
-		return nil, errors.New("hub: an endpoint holds no user name or password")
+		return nil, usagef("hub: an endpoint holds no user name or password")
 	case !repoName.MatchString(o.Repo) || strings.Contains(o.Repo, ".."):
-		return nil, fmt.Errorf("hub: repository %q is not of the form OWNER/NAME", o.Repo)
+		return nil, usagef("hub: repository %q is not of the form OWNER/NAME", o.Repo)
 	case strings.Contains(o.Revision, "..") || strings.ContainsAny(o.Revision, "\\?#%\x00 \n\r\t"):
-		return nil, fmt.Errorf("hub: revision %q is not a branch, tag or commit", o.Revision)
+		return nil, usagef("hub: revision %q is not a branch, tag or commit", o.Revision)
 	case o.Jobs < 1 || o.Jobs > 256:
-		return nil, fmt.Errorf("hub: %d requests at a time, need 1 to 256", o.Jobs)
+		return nil, usagef("hub: %d requests at a time, need 1 to 256", o.Jobs)
 	case o.Chunk < 1:
-		return nil, fmt.Errorf("hub: chunks of %d bytes", o.Chunk)
+		return nil, usagef("hub: chunks of %d bytes", o.Chunk)
 	case strings.ContainsAny(o.Token, "\r\n\x00"):
-		return nil, errors.New("hub: the token has a line break in it")
+		return nil, usagef("hub: the token has a line break in it")
 	case o.Token != "" && base.Scheme == "http" && !loopback(base.Hostname()):
-		return nil, errors.New("hub: a token is not sent to a plain http endpoint; use https or unset " + TokenEnv)
+		return nil, usagef("hub: a token is not sent to a plain http endpoint; use https or unset %s", TokenEnv)
 	}
 	for _, p := range append(append([]string{}, o.Include...), o.Exclude...) {
 		if _, err := path.Match(p, ""); err != nil {
-			return nil, fmt.Errorf("hub: pattern %q: %w", p, err)
+			return nil, usagef("hub: pattern %q: %v", p, err)
 		}
 	}
 	transport := http.DefaultTransport.(*http.Transport).Clone()

@@ -74,6 +74,9 @@ func Pull(ctx context.Context, o Options) (*Summary, error) {
 	}
 	defer c.close()
 	p := &puller{client: c, start: start, known: map[string]record{}, slots: make(chan struct{}, c.o.Jobs)}
+	if p.list, err = c.list(ctx); err != nil { // before anything is left here
+		return nil, err
+	}
 	if err := os.MkdirAll(filepath.Join(o.Out, stateDir), 0o777); err != nil {
 		return nil, fmt.Errorf("hub: %w", err)
 	}
@@ -87,9 +90,6 @@ func Pull(ctx context.Context, o Options) (*Summary, error) {
 		return nil, fmt.Errorf("hub: %w", err)
 	}
 	defer p.root.Close()
-	if p.list, err = c.list(ctx); err != nil {
-		return nil, err
-	}
 	p.readRecords()
 	s := &Summary{Repo: p.list.Repo, Commit: p.list.Commit, Out: o.Out, Files: len(p.list.Files), Unhash: []string{}}
 	missing, err := p.survey(ctx, s)
