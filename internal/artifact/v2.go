@@ -21,6 +21,9 @@ const v2HeaderSize = 16
 // rejections have no row in the table of version 3, so FormatError.Rule is 0.
 const v2Class = "version 2 container"
 
+// v3Class is the class of a file that is not one, but of the version that is wanted.
+const v3Class = "container version 3"
+
 // V2 is an open version 2 file. Such files can be inspected, verified and
 // upgraded, not run: they say nothing about the model beyond two names. All
 // methods may be called concurrently, Close only after everything else.
@@ -64,7 +67,7 @@ func OpenV2(path string) (*V2, error) {
 	if err != nil {
 		f.Close()
 		var fe *FormatError
-		if errors.As(err, &fe) && fe.Path == path {
+		if errors.As(err, &fe) && fe.Path == path && fe.Class != v3Class {
 			return nil, &FormatError{Path: path, Class: v2Class, Detail: fe.Detail, Err: fe.Err}
 		}
 		return nil, err
@@ -91,7 +94,7 @@ func openV2(path string, f *os.File) (*V2, error) {
 	switch magic := string(head[:8]); magic {
 	case v2Magic:
 	case entryMagic:
-		return nil, reject(path, 0, "this is a version 3 entry file; it needs no upgrade")
+		return nil, &FormatError{Path: path, Class: v3Class, Detail: "it needs no upgrade"}
 	case "\x00\x00\x00\x00\x00\x00\x00\x00":
 		return nil, reject(path, 0, "the file begins with zeros: an upgrade that released its input has consumed it; download it again")
 	default:

@@ -1,6 +1,7 @@
 package convert
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -176,7 +177,7 @@ func (c *conversion) checkOutput(context.Context) error {
 		case e.Name() == filepath.Base(reportTemp(artifact.ReportPath(name))):
 			os.Remove(filepath.Join(dir, e.Name()))
 		case e.Name() == name || strings.HasPrefix(e.Name(), name+".part-"):
-			there = e.Name()
+			there = cmp.Or(there, e.Name()) // the entry comes before its parts
 		case e.Name() == artifact.ReportPath(name) && e.IsDir():
 			return fail(IO, "the report's name %s is taken by a folder", artifact.ReportPath(c.Out))
 		}
