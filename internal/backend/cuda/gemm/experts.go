@@ -143,16 +143,16 @@ func (s *Set) Experts(c *driver.Context, st driver.Stream, m Mixture, x driver.P
 		}
 		shmem = kernels.WideShared(int(q.Tile))
 	}
-	for _, step := range []struct {
-		k    kernels.ID
-		grid [3]uint32
-	}{
-		{kernels.SortCount, [3]uint32{q.Blocks, 1, 1}},
-		{kernels.SortScan, [3]uint32{1, 1, 1}},
-		{kernels.SortScatter, [3]uint32{q.Blocks, 1, 1}},
-		{order, s.flat(uint64(rows) * uint64(m.Hidden) / 8)},
-	} {
-		if err := launch(s, c, st, step.k, step.grid, 0, &q); err != nil {
+	type step struct {
+		k              kernels.ID
+		blocks, shared uint32
+	}
+	steps := []step{{kernels.SortCount, q.Blocks, 0}, {kernels.SortScan, 1, 0}, {kernels.SortScatter, q.Blocks, 0}}
+	if rows <= kernels.SmallRows {
+		steps = []step{{kernels.SortSmall, 1, kernels.SortShared}}
+	}
+	for _, n := range append(steps, step{order, s.flat(uint64(rows) * uint64(m.Hidden) / 8)[0], 0}) {
+		if err := launch(s, c, st, n.k, [3]uint32{n.blocks, 1, 1}, n.shared, &q); err != nil {
 			return err
 		}
 	}

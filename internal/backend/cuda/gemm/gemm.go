@@ -39,9 +39,9 @@ type Set struct {
 	Trace func(kernel string)
 }
 
-// launch starts a kernel of this package.
+// launch starts a kernel of this package, all of which wait for what was launched before.
 func launch[P any](s *Set, c *driver.Context, st driver.Stream, k kernels.ID, grid [3]uint32, shared uint32, params *P) error {
-	err := s.kernels.Run(c, st, k, grid, shared, params, false)
+	err := s.kernels.Run(c, st, k, grid, shared, params, true)
 	if s.Trace != nil {
 		s.Trace(k.Name())
 	}
@@ -145,6 +145,7 @@ const (
 	// matrix, about half of the product of 512 rows.
 	widenFrom    = 512
 	partialBytes = 32 << 20 // of partial sums
+	narrow       = 16       // a matrix of fewer rows goes to kernels of its own
 )
 
 // Bytes is the workspace that Multiply needs for any of these products, addresses not looked at, with up to rows rows.
@@ -174,7 +175,7 @@ func (p Product) check(x driver.Ptr, xLd, rows int) error {
 	case rows < 1 || w.N < 1 || w.K < 1 || w.K%unit != 0 || xLd < w.K || xLd%8 != 0 || p.OutLd < w.N:
 	case x%16 != 0 || w.Data%16 != 0 || w.Data == 0 || x == 0 || p.Out == 0 || p.Out%4 != 0:
 	case w.Format == E4M3 && w.Scale == 0 || w.Format > E4M3 || p.Epilogue > Sigmoid2:
-	case uint64(rows)*uint64(xLd) >= 1<<32-1:
+	case uint64(rows)*uint64(max(xLd, w.N)) >= 1<<32-1 || uint64(w.N)*uint64(w.K) >= 1<<32-1:
 	default:
 		return nil
 	}
@@ -201,7 +202,7 @@ func (s *Set) suits(p Product, rows int) bool {
 	if p.OutF32 {
 		size = 4
 	}
-	aligned := p.Out%16 == 0 && p.OutLd*size%16 == 0 && p.W.N >= 16
+	aligned := p.Out%16 == 0 && p.OutLd*size%16 == 0 && p.W.N >= narrow
 	return aligned && (p.W.Format == BF16 || rows >= widenFrom)
 }
 
@@ -268,10 +269,9 @@ func (s *Set) split(rows, n, k int) (tile, tiles, splits int) {
 
 // own multiplies with this package's kernels.
 func (s *Set) own(c *driver.Context, st driver.Stream, x driver.Ptr, xLd, rows int, p Product, ws Workspace) error {
-	tile, tiles, splits := s.split(rows, p.W.N, p.W.K)
 	q := kernels.DenseParams{
 		X: x, W: p.W.Data, Scale: p.W.Scale, Out: p.Out, M: uint32(rows), N: uint32(p.W.N), K: uint32(p.W.K), XLd: uint32(xLd),
-		OutLd: uint32(p.OutLd), Epilogue: uint32(p.Epilogue), Splits: uint32(splits), Factor: p.factor(),
+		OutLd: uint32(p.OutLd), Epilogue: uint32(p.Epilogue), Splits: 1, Factor: p.factor(),
 	}
 	if p.OutF32 {
 		q.OutF32 = 1
@@ -279,7 +279,12 @@ func (s *Set) own(c *driver.Context, st driver.Stream, x driver.Ptr, xLd, rows i
 	if p.W.ScaleF32 {
 		q.ScaleF32 = 1
 	}
-	if splits > 1 {
+	if p.W.N < narrow {
+		kernel := [2]kernels.ID{kernels.NarrowBf16, kernels.NarrowE4m3}[p.W.Format]
+		return launch(s, c, st, kernel, [3]uint32{(q.M + 7) / 8, 1, 1}, 0, &q)
+	}
+	tile, tiles, splits := s.split(rows, p.W.N, p.W.K)
+	if q.Splits = uint32(splits); splits > 1 {
 		var err error
 		if q.Partial, err = ws.cut("partial sums", 4*uint64(splits)*uint64(rows)*uint64(p.W.N)); err != nil {
 			return err

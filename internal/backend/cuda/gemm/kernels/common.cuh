@@ -15,8 +15,17 @@ typedef __nv_bfloat16 bf16;
 #else
 #define NINFER_BLOCKS(n) n
 #endif
-#define NINFER_KERNEL(name, Params, threads, blocks_per_sm) \
-  extern "C" __global__ void __launch_bounds__(threads, NINFER_BLOCKS(blocks_per_sm)) name(const __grid_constant__ Params p)
+//
+// Every kernel lets the next one take places as they become free, and waits for all before it has read its first word: where the next is one of
+// these too and was launched so (Run), its blocks are there when the last one of this ends.
+#define NINFER_KERNEL(name, Params, threads, blocks_per_sm)                                                                  \
+  static NINFER_DEVICE void name##_body(const Params& p);                                                                    \
+  extern "C" __global__ void __launch_bounds__(threads, NINFER_BLOCKS(blocks_per_sm)) name(const __grid_constant__ Params p) { \
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");                                                          \
+    asm volatile("griddepcontrol.wait;" ::: "memory");                                                                       \
+    name##_body(p);                                                                                                          \
+  }                                                                                                                          \
+  static NINFER_DEVICE void name##_body(const Params& p)
 
 extern __shared__ __align__(1024) uint8_t smem[];
 

@@ -4,6 +4,7 @@
 //                             then FP32 partial sums go to memory and dense_sum adds them in order.
 //   mix_*                     the second half of a hyper-connection site: a tile is 32 columns times 4 streams in groups of eight, so a lane
 //                             holds all streams of its columns and writes their gated mean; the 4H-wide gate never exists.
+//   narrow_*                  fewer than sixteen weight rows: a warp an activation row
 //   widen                     E4M3 matrix to BF16, for the library's product, rounded once.
 //
 // X [M][x_ld] BF16, W [N][K] row-major, Y [M][out_ld]; K % 8 = 0 (E4M3: 16), x_ld % 8 = 0. E4M3 codes become BF16 exactly and the row's
@@ -77,12 +78,48 @@ NINFER_KERNEL(dense_bf16_64, DenseParams, 256, 2) { dense<64, Bf16Rows, false>(p
 NINFER_KERNEL(dense_e4m3_128, DenseParams, 256, 2) { dense<128, E4m3Rows, true>(p); }
 NINFER_KERNEL(dense_e4m3_64, DenseParams, 256, 2) { dense<64, E4m3Rows, true>(p); }
 
-NINFER_KERNEL(dense_sum, SumParams, 256, 2) {
-  const uint64_t all = (uint64_t)p.m * p.n;
-  for (uint64_t i = (uint64_t)blockIdx.x * 256 + threadIdx.x; i < all; i += (uint64_t)gridDim.x * 256) {
-    const uint32_t row = i / p.n, col = i % p.n;
+// Few weight rows: a warp an activation row, sums in the order of its lanes.
+template <bool SCALED>
+NINFER_DEVICE void narrow(const DenseParams& p) {
+  const uint32_t row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (row >= p.m) return;
+  const bf16* x = p.x + (uint64_t)row * p.x_ld;
+  for (uint32_t n = 0; n < p.n; n++) {
     float v = 0;
-    for (uint32_t s = 0; s < p.splits; s++) v += p.partial[s * all + i];
+#pragma unroll 5
+    for (uint32_t c = lane * 8; c < p.k; c += 256) {
+      const uint4 a = ldg128(x + c);
+      uint4 w;
+      if (SCALED) {
+        const uint2 q = ldg64((const uint8_t*)p.w + (uint64_t)n * p.k + c);
+        w = e4m3x8_bf16(q.x, q.y);
+      } else {
+        w = ldg128((const bf16*)p.w + (uint64_t)n * p.k + c);
+      }
+#pragma unroll
+      for (int j = 0; j < 4; j++) v = fmaf(bf16_lo((&a.x)[j]), bf16_lo((&w.x)[j]), v), v = fmaf(bf16_hi((&a.x)[j]), bf16_hi((&w.x)[j]), v);
+    }
+    v = warp_sum(v);
+    if (lane) continue;
+    v = finish(SCALED ? v * row_scale(p.scale, p.scale_f32, n) : v, p.epilogue, p.factor);
+    const uint64_t at = (uint64_t)row * p.out_ld + n;
+    if (p.out_f32)
+      ((float*)p.out)[at] = v;
+    else
+      ((bf16*)p.out)[at] = __float2bfloat16_rn(v);
+  }
+}
+
+NINFER_KERNEL(narrow_bf16, DenseParams, 256, 2) { narrow<false>(p); }
+NINFER_KERNEL(narrow_e4m3, DenseParams, 256, 2) { narrow<true>(p); }
+
+NINFER_KERNEL(dense_sum, SumParams, 256, 2) {
+  const uint32_t all = p.m * p.n;
+  for (uint32_t i = blockIdx.x * 256 + threadIdx.x; i < all; i += gridDim.x * 256) {
+    const uint32_t row = i / p.n, col = i - row * p.n;
+    float v = 0;
+#pragma unroll 8
+    for (uint32_t s = 0; s < p.splits; s++) v += p.partial[(uint64_t)s * all + i];
     if (p.scale) v *= row_scale(p.scale, p.scale_f32, col);
     v = finish(v, p.epilogue, p.factor);
     const uint64_t at = (uint64_t)row * p.out_ld + col;
@@ -153,26 +190,38 @@ NINFER_DEVICE void mix(const MixParams& p) {
 NINFER_KERNEL(mix_bf16, MixParams, 256, 2) { mix<Bf16Rows, false>(p); }
 NINFER_KERNEL(mix_e4m3, MixParams, 256, 2) { mix<E4m3Rows, true>(p); }
 
-NINFER_KERNEL(widen, WidenParams, 256, 2) {
-  const uint64_t all = (uint64_t)p.n * p.k / 16;
-  for (uint64_t i = (uint64_t)blockIdx.x * 256 + threadIdx.x; i < all; i += (uint64_t)gridDim.x * 256) {
-    const uint4 c = ldg128((const uint4*)p.w + i);
-    const float s = row_scale(p.scale, p.scale_f32, i * 16 / p.k);
-    uint4 out[2];
+NINFER_KERNEL(widen, WidenParams, 256, 4) {
+  constexpr int kAhead = 4;  // pieces of sixteen a thread asks for at once
+  const uint32_t row = p.k / 16, all = p.n * row;
+  for (uint32_t first = blockIdx.x * 256 * kAhead + threadIdx.x; first < all; first += gridDim.x * 256 * kAhead) {
+    uint4 c[kAhead];
+    float s[kAhead];
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const float4 v = e4m3x4_f32((&c.x)[j]);
-      (&out[j / 2].x)[j % 2 * 2] = pack_bf16(v.x * s, v.y * s), (&out[j / 2].x)[j % 2 * 2 + 1] = pack_bf16(v.z * s, v.w * s);
+    for (int a = 0; a < kAhead; a++) {
+      const uint32_t i = min(first + a * 256, all - 1);
+      c[a] = ldg128((const uint4*)p.w + i), s[a] = row_scale(p.scale, p.scale_f32, i / row);
     }
-    *((uint4*)p.out + 2 * i) = out[0], *((uint4*)p.out + 2 * i + 1) = out[1];
+#pragma unroll
+    for (int a = 0; a < kAhead; a++) {
+      const uint32_t i = first + a * 256;
+      if (i >= all) break;
+      uint4 out[2];
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const float4 v = e4m3x4_f32((&c[a].x)[j]);
+        (&out[j / 2].x)[j % 2 * 2] = pack_bf16(v.x * s[a], v.y * s[a]), (&out[j / 2].x)[j % 2 * 2 + 1] = pack_bf16(v.z * s[a], v.w * s[a]);
+      }
+      *((uint4*)p.out + 2 * (uint64_t)i) = out[0], *((uint4*)p.out + 2 * (uint64_t)i + 1) = out[1];
+    }
   }
 }
 
 NINFER_KERNEL(activate, ActivateParams, 256, 2) {
-  const uint64_t all = (uint64_t)p.m * p.n;
-  for (uint64_t i = (uint64_t)blockIdx.x * 256 + threadIdx.x; i < all; i += (uint64_t)gridDim.x * 256) {
+  const uint32_t all = p.m * p.n;
+  for (uint32_t i = blockIdx.x * 256 + threadIdx.x; i < all; i += gridDim.x * 256) {
     const float v = finish(p.in[i], p.epilogue, p.factor);
-    const uint64_t at = i / p.n * p.out_ld + i % p.n;
+    const uint32_t row = i / p.n;
+    const uint64_t at = (uint64_t)row * p.out_ld + (i - row * p.n);
     if (p.out_f32)
       ((float*)p.out)[at] = v;
     else
@@ -181,10 +230,11 @@ NINFER_KERNEL(activate, ActivateParams, 256, 2) {
 }
 
 NINFER_KERNEL(gate, GateParams, 256, 2) {
-  const uint64_t all = (uint64_t)p.m * p.n / 2;  // n is even
-  for (uint64_t i = (uint64_t)blockIdx.x * 256 + threadIdx.x; i < all; i += (uint64_t)gridDim.x * 256) {
-    const uint64_t row = 2 * i / p.n, col = 2 * i % p.n;
-    const float2 g = *(const float2*)(p.gate + row * p.ld + col), u = *(const float2*)(p.up + row * p.ld + col);
+  const uint32_t half = p.n / 2, all = p.m * half;  // n is even
+  for (uint32_t i = blockIdx.x * 256 + threadIdx.x; i < all; i += gridDim.x * 256) {
+    const uint32_t row = i / half;
+    const uint64_t at = (uint64_t)row * p.ld + 2 * (i - row * half);
+    const float2 g = *(const float2*)(p.gate + at), u = *(const float2*)(p.up + at);
     *((uint32_t*)p.out + i) = pack_bf16(silu(g.x) * u.x, silu(g.y) * u.y);
   }
 }

@@ -72,10 +72,9 @@ NINFER_KERNEL(expert_down_stored, GroupParams, 256, 2) { group<StoredRows, false
 NINFER_KERNEL(expert_down_plain, GroupParams, 256, 2) { group<PlainRows, false>(p); }
 
 NINFER_KERNEL(combine, CombineParams, 256, 4) {
-  const uint32_t chunks = p.h / 8;
-  const uint64_t all = (uint64_t)p.m * chunks;
-  for (uint64_t i = (uint64_t)blockIdx.x * 256 + threadIdx.x; i < all; i += (uint64_t)gridDim.x * 256) {
-    const uint32_t row = i / chunks, c = i - (uint64_t)row * chunks;
+  const uint32_t chunks = p.h / 8, all = p.m * chunks;
+  for (uint32_t i = blockIdx.x * 256 + threadIdx.x; i < all; i += gridDim.x * 256) {
+    const uint32_t row = i / chunks, c = i - row * chunks;
     float v[8] = {};
     for (uint32_t k = 0; k < p.topk; k++) {
       const uint4 y = ldg128(p.y + (uint64_t)__ldg(p.place + row * p.topk + k) * p.h + c * 8);

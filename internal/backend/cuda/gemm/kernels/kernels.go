@@ -21,16 +21,20 @@ const (
 	TileCols  = 128 // weight rows
 	TileK     = 64
 	stages    = 3
-	WideRows  = 192 // activation rows of a tile of packed experts on sm_90
-	FewRows   = 64  // the same where experts get few
-	WideAlign = 8   // where the pairs of an expert begin in panels
-	RunRows   = 256 // activation rows of a run of the counting sort
+	WideRows  = 192  // activation rows of a tile of packed experts on sm_90
+	FewRows   = 64   // the same where experts get few
+	WideAlign = 8    // where the pairs of an expert begin in panels
+	RunRows   = 256  // activation rows of a run of the counting sort
+	SmallRows = 1024 // rows that sort_small does
 	MaxTop    = 16
 	MaxExpert = 512
 )
 
 // TileShared is the shared memory of a block with a tile of rows activation rows, in bytes.
 func TileShared(rows int) uint32 { return uint32(stages * (rows + TileCols) * 2 * TileK) }
+
+// SortShared is the shared memory of sort_small, in bytes.
+const SortShared = SmallRows/32*MaxExpert*6 + 4*MaxExpert
 
 // WideShared is the shared memory of a block of packed experts on sm_90 with items of up to rows rows: WideRows or FewRows.
 func WideShared(rows int) uint32 {

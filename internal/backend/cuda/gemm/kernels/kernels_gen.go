@@ -18,6 +18,8 @@ const (
 	DenseBf1664                // DenseParams
 	DenseE4m3128               // DenseParams
 	DenseE4m364                // DenseParams
+	NarrowBf16                 // DenseParams
+	NarrowE4m3                 // DenseParams
 	DenseSum                   // SumParams
 	MixBf16                    // MixParams
 	MixE4m3                    // MixParams
@@ -35,6 +37,7 @@ const (
 	SortCount                  // SortParams
 	SortScan                   // SortParams
 	SortScatter                // SortParams
+	SortSmall                  // SortParams
 	Order                      // SortParams
 	Fill                       // FillParams
 	Site                       // SiteParams
@@ -58,6 +61,8 @@ var table = code.Table[ID]{
 		{Name: "dense_bf16_64", Source: "dense", Threads: 256},
 		{Name: "dense_e4m3_128", Source: "dense", Threads: 256},
 		{Name: "dense_e4m3_64", Source: "dense", Threads: 256},
+		{Name: "narrow_bf16", Source: "dense", Threads: 256},
+		{Name: "narrow_e4m3", Source: "dense", Threads: 256},
 		{Name: "dense_sum", Source: "dense", Threads: 256},
 		{Name: "mix_bf16", Source: "dense", Threads: 256},
 		{Name: "mix_e4m3", Source: "dense", Threads: 256},
@@ -75,6 +80,7 @@ var table = code.Table[ID]{
 		{Name: "sort_count", Source: "route", Threads: 512},
 		{Name: "sort_scan", Source: "route", Threads: 512},
 		{Name: "sort_scatter", Source: "route", Threads: 512},
+		{Name: "sort_small", Source: "route", Threads: 1024},
 		{Name: "order", Source: "route", Threads: 256},
 		{Name: "fill", Source: "route", Threads: 256},
 		{Name: "site", Source: "site", Threads: 256},

@@ -4,6 +4,7 @@
 //                 topk rounds of taking the largest, of equal ones the lowest id. Weights: soft-max over all logits, or over the chosen.
 //   sort_count    how often each expert occurs in each run of 256 rows
 //   sort_scan     (one block) where each run's pairs of each expert begin, and the list of items of at most `tile` rows
+//   sort_small    all of this for up to 1,024 rows: one block
 //   sort_scatter  the pairs to their places: inside an expert by row, so the order depends on nothing but the choice
 //   order         X in the order in which E2M1 codes come out of a word, (0,4)(1,5)(2,6)(3,7) in every eight
 #include "common.cuh"
@@ -83,7 +84,7 @@ NINFER_KERNEL(sort_count, SortParams, 512, 1) {
   }
 }
 
-// Exclusive sum over a block of 512 threads.
+// Exclusive sum over a block; scratch has a word for each warp.
 NINFER_DEVICE uint32_t before(uint32_t v, uint32_t* scratch) {
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   uint32_t sum = v;
@@ -100,6 +101,15 @@ NINFER_DEVICE uint32_t before(uint32_t v, uint32_t* scratch) {
   return base + sum - v;
 }
 
+// The items of expert e, which has `total` pairs; returns where these begin. All threads of a block together, those without an expert with 0.
+NINFER_DEVICE uint32_t list(const SortParams& p, uint32_t e, uint32_t total, uint32_t* scratch) {
+  const uint32_t start = before(ceil_div(total, p.align) * p.align, scratch), tiles = ceil_div(total, p.tile), at = before(tiles, scratch);
+  const uint32_t size = tiles ? ceil_div(ceil_div(total, tiles), p.unit) * p.unit : 0;  // of about the same size
+  for (uint32_t i = 0; i < tiles; i++) p.items[at + i] = {e, start + i * size, i * size < total ? min(size, total - i * size) : 0, 0};
+  if (e == kMaxExperts - 1) *p.item_count = at + tiles;
+  return start;
+}
+
 NINFER_KERNEL(sort_scan, SortParams, 512, 1) {
   __shared__ uint32_t scratch[16];
   const uint32_t e = threadIdx.x;
@@ -111,14 +121,8 @@ NINFER_KERNEL(sort_scan, SortParams, 512, 1) {
       p.counts[b * p.experts + e] = total;
       total += n;
     }
-  // items of about the same size
-  const uint32_t start = before(ceil_div(total, p.align) * p.align, scratch), tiles = ceil_div(total, p.tile), at = before(tiles, scratch);
-  const uint32_t size = tiles ? ceil_div(ceil_div(total, tiles), p.unit) * p.unit : 0;
-  if (e < p.experts) {
-    p.start[e] = start;
-    for (uint32_t i = 0; i < tiles; i++) p.items[at + i] = {e, start + i * size, i * size < total ? min(size, total - i * size) : 0, 0};
-  }
-  if (e == 511) *p.item_count = at + tiles;
+  const uint32_t start = list(p, e, total, scratch);
+  if (e < p.experts) p.start[e] = start;
 }
 
 NINFER_KERNEL(sort_scatter, SortParams, 512, 1) {
@@ -134,9 +138,45 @@ NINFER_KERNEL(sort_scatter, SortParams, 512, 1) {
   }
 }
 
+static constexpr int kSmallWords = 32, kSmallPairs = 16;  // 1,024 rows; pairs of a thread
+
+NINFER_KERNEL(sort_small, SortParams, 1024, 1) {
+  // [kSmallWords][kMaxExperts]: bit r % 32 of word r / 32 of an expert says that row r has chosen it; how many rows before the word have; then starts
+  uint32_t* const mask = (uint32_t*)smem;
+  uint16_t* const ahead = (uint16_t*)(mask + kSmallWords * kMaxExperts);
+  uint32_t* const starts = (uint32_t*)(ahead + kSmallWords * kMaxExperts);
+  __shared__ uint32_t scratch[32];
+  const uint32_t pairs = p.m * p.topk, words = ceil_div(p.m, 32), t = threadIdx.x;
+  uint32_t e[kSmallPairs];
+#pragma unroll
+  for (int j = 0; j < kSmallPairs; j++) e[j] = t + 1024 * j < pairs ? min(p.chosen[t + 1024 * j], kMaxExperts - 1u) : ~0u;
+  for (uint32_t i = t; i < words * kMaxExperts; i += 1024) mask[i] = 0;
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < kSmallPairs; j++) {
+    const uint32_t r = (t + 1024 * j) / p.topk;
+    if (e[j] != ~0u) atomicOr(&mask[r / 32 * kMaxExperts + e[j]], 1u << (r % 32));
+  }
+  __syncthreads();
+  uint32_t total = 0;
+  if (t < p.experts)
+    for (uint32_t w = 0; w < words; w++) ahead[w * kMaxExperts + t] = total, total += __popc(mask[w * kMaxExperts + t]);
+  const uint32_t start = list(p, t, total, scratch);
+  if (t < kMaxExperts) starts[t] = start;
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < kSmallPairs; j++) {
+    if (e[j] == ~0u) continue;
+    const uint32_t i = t + 1024 * j, r = i / p.topk, w = r / 32 * kMaxExperts + e[j];
+    const uint32_t at = starts[e[j]] + ahead[w] + __popc(mask[w] & ((1u << (r % 32)) - 1));
+    if (p.row) p.row[at] = r;
+    p.place[i] = at;
+  }
+}
+
 NINFER_KERNEL(order, SortParams, 256, 4) {
-  const uint64_t all = (uint64_t)p.m * p.h / 8;
-  for (uint64_t i = (uint64_t)blockIdx.x * 256 + threadIdx.x; i < all; i += (uint64_t)gridDim.x * 256) *((uint4*)p.ordered + i) = order8(*((const uint4*)p.x + i));
+  const uint32_t all = p.m * (p.h / 8);
+  for (uint32_t i = blockIdx.x * 256 + threadIdx.x; i < all; i += gridDim.x * 256) *((uint4*)p.ordered + i) = order8(*((const uint4*)p.x + i));
 }
 
 // Random contents for the benchmark: BF16 (0: normal-like times scale), bytes (1), E4M3 without NaN (2), FP32 about one (3), scales of E4M3 blocks (4).

@@ -85,10 +85,10 @@ NINFER_KERNEL(expert_down_many, GroupParams, 256, 1) { wide<Tiles8, false, 192>(
 
 NINFER_KERNEL(panel, SortParams, 256, 4) {
   const uint32_t panels = p.h / kK;
-  const uint64_t all = (uint64_t)p.m * panels * 8;
-  for (uint64_t i = (uint64_t)blockIdx.x * 256 + threadIdx.x; i < all; i += (uint64_t)gridDim.x * 256) {
+  const uint32_t all = p.m * panels * 8;
+  for (uint32_t i = blockIdx.x * 256 + threadIdx.x; i < all; i += gridDim.x * 256) {
     // Eight lanes do 64 k of a row: lane c = 2 j + h has words 0..3 of chunk c in E2M1's order and wants word j of chunks h, h + 2, h + 4, h + 6.
-    const uint32_t c = i % 8, j = c / 2, row = i / 8 / panels, kt = i / 8 - (uint64_t)row * panels, mask = 0xffu << (threadIdx.x & 24);
+    const uint32_t c = i % 8, j = c / 2, row = i / 8 / panels, kt = i / 8 - row * panels, mask = 0xffu << (threadIdx.x & 24);
     const uint4 v = order8(ldg128(p.x + (uint64_t)row * p.h + kt * kK + c * 8));
     const bool high = j & 2, odd = j & 1;
     const uint32_t p0 = high ? v.z : v.x, p1 = high ? v.w : v.y;  // words of this half of this chunk, and of the one two on
