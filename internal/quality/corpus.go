@@ -78,7 +78,7 @@ func readManifest(raw []byte, dir string, quick bool) ([]Stream, error) {
 			return nil, fmt.Errorf("stream %q: %w", s.Name, err)
 		}
 		if want := strings.ToLower(s.SHA256); t.SHA256 != want {
-			return nil, fmt.Errorf("stream %q: the sha256 of %s is %s, listed is %s", s.Name, t.Path, t.SHA256, want)
+			return nil, fmt.Errorf("stream %q: the sha256 of %s is %s, listed is %q", s.Name, t.Path, t.SHA256, want)
 		}
 		t.Name, t.Domain = s.Name, s.Domain
 		out = append(out, t)

@@ -334,7 +334,7 @@ func (p *Parser) keyEnd(events *[]Event) bool {
 		return false
 	}
 	if met {
-		p.call.key = string(p.held[p.start:p.at])
+		p.call.key = string([]rune(string(p.held[p.start:p.at]))) // as JSON can hold it: two names must not become one there
 		if !p.call.seen[p.call.key] {
 			p.call.seen[p.call.key] = true
 			p.at++
