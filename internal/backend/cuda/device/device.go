@@ -26,6 +26,7 @@ import (
 	"ninfer/internal/backend/cuda/device/kernels"
 	"ninfer/internal/backend/cuda/driver"
 	tuned "ninfer/internal/backend/cuda/kernels"
+	files "ninfer/internal/backend/cuda/loader"
 )
 
 // Options size a device; the members that cpu.Options has too mean the same.
@@ -87,11 +88,11 @@ type Device struct {
 	banks    map[*byte]bank
 	rotaries map[backend.Rotary]driver.Ptr
 	folders  map[backend.StateID]func(*Device, *driver.Context, driver.Ptr) error
-	chain    driver.Ptr // [lanes][width] streams after a lane's last draft row
-	chained  int        // their width
-	spare    driver.Ptr // a lane's control block, to fold outside a pass
-	temp     driver.Ptr // room to compact carried rows
-	tempSize uint64
+	chain    driver.Ptr  // [lanes][width] streams after a lane's last draft row
+	chained  int         // their width
+	spare    driver.Ptr  // a lane's control block, to fold outside a pass
+	temp     driver.Ptr  // room to compact carried rows
+	ring     *files.Ring // for large tensors, while a program is compiled
 	steps    []*step
 	seq      backend.Seq
 	last     *step
@@ -258,6 +259,9 @@ func (d *Device) reserve(c *driver.Context) (err error) {
 		}
 	}
 	if d.chain, err = d.alloc(c, "chained streams", uint64(d.opt.Lanes*d.chained*2)); err != nil {
+		return err
+	}
+	if d.temp, err = d.alloc(c, "carried rows", uint64(d.opt.Carry*d.chained*2)); err != nil {
 		return err
 	}
 	if d.spare, err = d.alloc(c, "control", 256); err != nil {

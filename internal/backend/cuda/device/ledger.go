@@ -15,7 +15,7 @@ type Ledger struct {
 
 // Ledger tells what the memory that the device has allocated is for.
 func (d *Device) Ledger() Ledger {
-	l := Ledger{Total: d.owner.Device().Memory, Sequences: d.reserved, Workspace: d.tempSize}
+	l := Ledger{Total: d.owner.Device().Memory, Sequences: d.reserved}
 	for _, s := range d.steps {
 		l.Workspace += s.bytes
 	}

@@ -1,6 +1,8 @@
 package device
 
 import (
+	"bytes"
+	"context"
 	"fmt"
 	"math"
 	"slices"
@@ -9,6 +11,7 @@ import (
 	"ninfer/internal/backend/cuda/device/kernels"
 	"ninfer/internal/backend/cuda/driver"
 	tuned "ninfer/internal/backend/cuda/kernels"
+	files "ninfer/internal/backend/cuda/loader"
 	"ninfer/internal/backend/cuda/nvml"
 )
 
@@ -33,10 +36,30 @@ func (d *Device) put(c *driver.Context, dst driver.Ptr, data []byte) error {
 			return d.make(c, dst, len(data), planes)
 		}
 	}
+	// A copy from memory that is not pinned goes through the driver's own small buffer, a page fault at a time: what is large is read by
+	// several goroutines into a ring, which goes when the program is compiled. Without room for one it is the slower way.
+	const large = 4 << 20
+	if len(data) >= large && d.ring == nil {
+		d.ring, _ = files.NewRing(c, files.Options{})
+	}
+	if len(data) >= large && d.ring != nil {
+		item := files.Item{Name: "a tensor", Source: bytes.NewReader(data), Bytes: int64(len(data)), Dst: dst}
+		return d.ring.Load(context.Background(), c, d.stream, []files.Item{item})
+	}
 	if err := c.ToDevice(d.stream, dst, data); err != nil {
 		return err
 	}
 	return c.SyncStream(d.stream)
+}
+
+// unring gives the ring of put back.
+func (d *Device) unring(c *driver.Context) error {
+	r := d.ring
+	d.ring = nil
+	if r == nil {
+		return nil
+	}
+	return r.Close(c)
 }
 
 func (d *Device) make(c *driver.Context, dst driver.Ptr, bytes int, planes []Plane) error {

@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"math"
 	"slices"
-	"unsafe"
 
 	"ninfer/internal/backend"
 	"ninfer/internal/backend/cuda/device/kernels"
@@ -308,7 +307,7 @@ func (s *step) prepareGDN(c *driver.Context, op backend.GDN) (func(*pass) error,
 			return err
 		}
 		if quarters {
-			if err := p.quarters(w.ValueHeads, &delta); err != nil {
+			if err := p.quarters(w.ValueHeads, delta); err != nil {
 				return err
 			}
 			shift := kernels.Shift{
@@ -327,23 +326,15 @@ func (s *step) prepareGDN(c *driver.Context, op backend.GDN) (func(*pass) error,
 	}, l.err
 }
 
-// quarters launches the delta rule with four blocks a head. In a verify pass the first of the four overwrites the lane's old records, which all
-// of them read when they start. There they start together: behind the end of the kernel before, and with no more lanes in a launch than the
-// GPU has room for.
-func (p *pass) quarters(heads int, params *kernels.DeltaParams) error {
-	if p.s.program.Pass.Kind != backend.Verify {
-		return start(p, kernels.DeltaQuarters, heads, len(p.lanes), 4, 0, params)
+// quarters launches the delta rule with four blocks a head: for more lanes of a row each than fit on the GPU, as many at a time as do.
+func (p *pass) quarters(heads int, params kernels.DeltaParams) error {
+	const resident = 3 // blocks on an SM
+	lanes, most := len(p.lanes), max(1, resident*p.s.d.owner.Device().SMs/(4*heads))
+	if p.s.program.Pass.Kind != backend.Decode || lanes <= most {
+		return start(p, kernels.DeltaQuarters, heads, lanes, 4, 0, &params)
 	}
-	const resident = 3 // blocks of 128 threads and up to 168 registers on an SM
-	most := max(1, resident*p.s.d.owner.Device().SMs/(4*heads))
-	for first := 0; first < len(p.lanes); first += most {
-		some := *params
-		some.Lanes += driver.Ptr(first) * driver.Ptr(unsafe.Sizeof(kernels.Lane{}))
-		if err := launch(p, kernels.DeltaQuarters, [3]int{heads, min(most, len(p.lanes)-first), 4}, 0, &some, false); err != nil {
-			return err
-		}
-	}
-	return nil
+	params.Count = uint32(lanes)
+	return start(p, kernels.DeltaTurns, heads, most, 4, 0, &params)
 }
 
 // brings notes that the program brings a Fixed state forward, and how to fold it outside a pass.
@@ -451,8 +442,12 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 		group = kernels.AttendGroupParams{
 			Q: prep.Q, List: choose.List, Count: choose.Count, Heads: prep.Heads, Kv: prep.Kv,
 			ListLd: choose.ListLd, Splits: groupSplits, Partial: l.rows("attention groups", 4*w.Heads*groupSplits*256), Sums: l.rows("attention sums", 8*w.Heads*groupSplits),
+			Rows: s.rows, Ratio: score.Ratio, Most: score.Most,
 		}
-		join = kernels.MergeGroupParams{Partial: group.Partial, Sums: group.Sums, Count: group.Count, Qg: prep.Qg, Out: merge.Out, Heads: prep.Heads, Splits: groupSplits}
+		join = kernels.MergeGroupParams{
+			Partial: group.Partial, Sums: group.Sums, Count: group.Count, Qg: prep.Qg, Out: merge.Out, Heads: prep.Heads, Splits: groupSplits,
+			Rows: s.rows, Ratio: score.Ratio, Most: score.Most,
+		}
 	} else {
 		attend.Partial = l.rows("attention parts", 4*w.Heads*splits*(w.HeadDim+2))
 		merge.Partial = attend.Partial
@@ -483,7 +478,7 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 			if err := start(p, attender, w.KVHeads, len(p.rows), groupSplits, 0, &group); err != nil {
 				return err
 			}
-			if err := start(p, kernels.MergeGroup, w.Heads, len(p.rows), 1, 0, &join); err != nil {
+			if err := start(p, kernels.MergeGroup, w.Heads, len(p.rows), 4, 0, &join); err != nil {
 				return err
 			}
 			return p.gemv(merge.Out, 2, qw, len(p.rows), out)

@@ -111,7 +111,7 @@ func (s *step) widePLEJoin(l *loader, op backend.PLEJoin) func(*pass) error {
 		}
 		t := s.table.k
 		t.Raw, t.Ready, t.N = p.ptr(raw), t.Number, uint32(n*s.table.heads)
-		if err := start(p, kernels.Table, tiles(n*wide, 256), 1, 1, 0, &t); err != nil {
+		if err := decode(p, &t); err != nil {
 			return err
 		}
 		if err := p.round(t.Out, p.ptr(operand), n, wide); err != nil {

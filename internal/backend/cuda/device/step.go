@@ -146,9 +146,9 @@ func (d *Device) Compile(p *backend.Program) (backend.Step, error) {
 	err := d.do(fmt.Sprintf("compile %v", p.Pass.Kind), func(c *driver.Context) error {
 		d.steps = append(d.steps, s)
 		if d.widens(p) {
-			return s.compileWide(c)
+			return errors.Join(s.compileWide(c), d.unring(c))
 		}
-		return s.compile(c)
+		return errors.Join(s.compile(c), d.unring(c))
 	})
 	if err != nil {
 		return nil, err
@@ -518,17 +518,6 @@ func (d *Device) compact(c *driver.Context, slot int) error {
 		n := uint64(img.carried) * row
 		if n == 0 {
 			continue
-		}
-		if d.tempSize < n {
-			if err := free(c, d.temp); err != nil {
-				return err
-			}
-			d.temp, d.tempSize = 0, 0
-			var err error
-			if d.temp, err = d.alloc(c, "carried rows", n); err != nil {
-				return err
-			}
-			d.tempSize = n
 		}
 		base := d.states[id].at + driver.Ptr(uint64(slot)*d.slotBytes(backend.StateID(id)))
 		if err := c.Copy(d.stream, d.temp, base+driver.Ptr(uint64(img.first)*row), n); err != nil {

@@ -60,6 +60,11 @@ func (s *step) preparePLEStart(c *driver.Context, op backend.PLEStart) (func(*pa
 	if s.table != nil {
 		return nil, errors.New("a second n-gram table")
 	}
+	const tableRows, room = 16, 48 << 10 // whole requests of 16 bytes for rows of any size, and a block's shared memory
+	l.check(tableRows*t.RowBytes <= room, "rows of %d bytes in the n-gram table, at most %d", t.RowBytes, room/tableRows)
+	if l.err != nil {
+		return nil, l.err
+	}
 	staged, err := s.pinned(c, ahead+s.program.Pass.Rows*heads*t.RowBytes)
 	if err != nil {
 		return nil, err
@@ -69,7 +74,7 @@ func (s *step) preparePLEStart(c *driver.Context, op backend.PLEStart) (func(*pa
 		w: op.W, heads: heads, staged: staged, ids: make([]int64, s.program.Pass.Rows*heads),
 		k: kernels.TableParams{
 			Raw: at + ahead, Ready: at, Number: s.block, Out: s.bufs[op.Out], Width: uint32(t.Width), RowBytes: uint32(t.RowBytes), Format: uint32(f),
-			Multiplier: float32(t.Multiplier),
+			Multiplier: float32(t.Multiplier), Rows: tableRows,
 		},
 	}
 	return nil, nil // the join launches it, when the first layer is done
@@ -79,7 +84,11 @@ func (s *step) preparePLEStart(c *driver.Context, op backend.PLEStart) (func(*pa
 func (t *table) decode(p *pass) error {
 	q := t.k
 	q.N = uint32(len(p.rows) * t.heads)
-	return start(p, kernels.Table, tiles(len(p.rows)*t.heads*t.w.Table.Width, 256), 1, 1, 0, &q)
+	return decode(p, &q)
+}
+
+func decode(p *pass, q *kernels.TableParams) error {
+	return start(p, kernels.Table, tiles(int(q.N), int(q.Rows)), 1, 1, q.Rows*q.RowBytes, q)
 }
 
 // gather hashes the n-grams of the rows of a launch, copies the table's rows and tells the GPU. After an error it tells the GPU too, which would

@@ -158,9 +158,6 @@ func (p *pass) project(x, squares driver.Ptr, dim int, eps float64, ld, rows int
 // projectRows is how many rows of k a Project kernel takes at once; 0 if it has not the room for one.
 func projectRows(d *Device, k int, parts []plain.Part) int {
 	e4m3, most := plain.Format(parts[0].M.Format) != plain.BF16, plain.ProjectRows
-	if !e4m3 { // of which there are two parts
-		most /= 2
-	}
 	for most > 0 && plain.ProjectShared(e4m3, plain.ProjectShallow, most, k, rowsOf(parts), d.owner.Device().SMs) > d.owner.Device().SharedPerBlock {
 		most--
 	}

@@ -3,22 +3,47 @@
 //   score_keys     index scores of complete blocks, half a warp a key. Grid: any, row.
 //   attend_group   a split of a row's attention for all queries of a key head: tensor instructions, scores and sums in FP32, weights as a
 //                  BF16 part and what that leaves. attend_group_fp8: keys and values are E4M3 with a scale. Grid: key head, row, split.
-//   merge_group    all splits of a head, times the output gate. Grid: head, row.
+//   merge_group    all splits of a head, times the output gate. Grid: head, row, quarter of the head.
 //   select_blocks  where the tokens are that a row attends to, ascending: best blocks, ties to the lower, and the tail. Any shape. Grid: segment,
 //                  row.
 //
 // Splits depend on a row's own length only: company changes nothing.
 #include "best.cuh"
 
-NINFER_KERNEL(score_keys, ScoreParams, 256, 2) {
-  pdl();
+// What a kernel reads before its wait: rows, page tables and whatever the kernel before the last has made. The one before this has waited
+// before it let this one start.
+
+// How many tokens a row attends to that chooses for itself.
+DEVICE uint32_t attended(const Row& row, uint32_t ratio, uint32_t most) {
+  const uint32_t visible = row.at + 1, n = visible / ratio;
+  return n <= most ? visible : most * ratio + visible % ratio;
+}
+
+// FOUR: blocks of four tokens, so that the sixteen keys of a turn are those of one page.
+template <bool FOUR>
+DEVICE void score_for(const ScoreParams& p) {
   const uint32_t r = blockIdx.y, lane = threadIdx.x % 32, l = lane % 16;
   const Row row = p.rows[r];
-  const uint32_t n = (row.at + 1) / p.ratio;
-  if (n <= p.most) return;
+  const uint32_t n = (row.at + 1) / p.ratio, old = (row.at - row.index) / p.ratio;  // blocks that earlier passes have completed
+  if (n <= p.most) {
+    pdl();
+    return;
+  }
   const uint32_t* pages = p.pages + (uint64_t)row.slot * p.pages_ld;
   const Blocks blocks(p.ratio);
   const bf16* keys = p.keys + l * 8;
+  const uint32_t step = gridDim.x * 16;
+  // A block's page is asked for a turn before its key.
+  auto page_of = [&](uint32_t b) { return b < n ? pages[FOUR ? b / 16 : blocks.last(b) / kPage] : 0; };
+  const uint32_t mine = threadIdx.x / 16;
+  auto fetch = [&](uint32_t b, uint32_t end, uint32_t page) {
+    return b < end ? __ldcg((const uint4*)(keys + (FOUR ? (uint64_t)page * 16 + mine : blocks.row(page, b)) * 128)) : make_uint4(0, 0, 0, 0);
+  };
+  uint32_t first = blockIdx.x * 16 + threadIdx.x / 32 * 2;  // the same in both halves of a warp
+  uint32_t page = page_of(first + lane / 16), later = page_of(first + step + lane / 16);
+  uint4 next = fetch(first + lane / 16, old, page);
+  pdl();
+  if (first + lane / 16 >= old) next = fetch(first + lane / 16, n, page);
   float q[4][8];
 #pragma unroll
   for (int h = 0; h < 4; h++) {
@@ -26,17 +51,10 @@ NINFER_KERNEL(score_keys, ScoreParams, 256, 2) {
     q[h][0] = lo(v.x), q[h][1] = hi(v.x), q[h][2] = lo(v.y), q[h][3] = hi(v.y), q[h][4] = lo(v.z), q[h][5] = hi(v.z), q[h][6] = lo(v.w), q[h][7] = hi(v.w);
   }
   const float scale = 1.0f / sqrtf(128.0f);
-  const uint32_t step = gridDim.x * 16;
-  // A block's page is asked for a turn before its key.
-  auto page_of = [&](uint32_t b) { return b < n ? pages[blocks.last(b) / kPage] : 0; };
-  auto fetch = [&](uint32_t b, uint32_t page) { return b < n ? __ldcg((const uint4*)(keys + blocks.row(page, b) * 128)) : make_uint4(0, 0, 0, 0); };
-  uint32_t first = blockIdx.x * 16 + threadIdx.x / 32 * 2;  // the same in both halves of a warp
-  uint32_t page = page_of(first + lane / 16), later = page_of(first + step + lane / 16);
-  uint4 next = fetch(first + lane / 16, page);
   for (; first < n; first += step) {
     const uint4 v = next;
     page = later, later = page_of(first + 2 * step + lane / 16);
-    next = fetch(first + step + lane / 16, page);
+    next = fetch(first + step + lane / 16, n, page);
     const float k[8] = {lo(v.x), hi(v.x), lo(v.y), hi(v.y), lo(v.z), hi(v.z), lo(v.w), hi(v.w)};
     float sum = 0.0f;
 #pragma unroll
@@ -52,21 +70,30 @@ NINFER_KERNEL(score_keys, ScoreParams, 256, 2) {
   }
 }
 
+NINFER_KERNEL(score_keys, ScoreParams, 256, 2) {
+  if (p.ratio == 4) score_for<true>(p);
+  else score_for<false>(p);
+}
+
 NINFER_KERNEL(select_blocks, SelectParams, 1024, 1) {
   __shared__ bool last;
-  pdl();
+  __shared__ BestRoom room;
   const uint32_t r = blockIdx.y, segment = blockIdx.x, t = threadIdx.x;
   const Row row = p.rows[r];
   const uint32_t visible = row.at + 1, n = visible / p.ratio, segments = (n + kSegment - 1) / kSegment;
   const uint32_t* pages = p.pages + (uint64_t)row.slot * p.pages_ld;
   uint32_t* list = p.list + (uint64_t)r * p.list_ld;
   if (n <= p.most) {
+    pdl();
     if (segment) return;
     for (uint32_t i = t; i < visible; i += 1024) list[i] = token_row(pages, i);
     if (t == 0) p.count[r] = visible;
     return;
   }
-  if (segment >= segments) return;
+  if (segment >= segments) {
+    pdl();
+    return;
+  }
   // A block is known by the row of its first token where it lies in one page, and by its number elsewhere.
   const bool whole = kPage % p.ratio == 0;
   uint32_t key[8], id[8], before, taken, page = 0;
@@ -81,9 +108,11 @@ NINFER_KERNEL(select_blocks, SelectParams, 1024, 1) {
       if (i == 0 || token % kPage == 0) page = pages[token / kPage];
       id[i] = page * kPage + token % kPage;
     }
-    key[i] = i < 4 && t * 4 + i < valid ? float_key(__ldcg(scores + t * 4 + i)) : 0;
   }
-  uint32_t bits = best_of<4>(key, valid, p.most, before, taken);
+  pdl();
+#pragma unroll
+  for (uint32_t i = 0; i < 8; i++) key[i] = i < 4 && t * 4 + i < valid ? float_key(__ldcg(scores + t * 4 + i)) : 0;
+  uint32_t bits = best_of<4>(room, key, valid, p.most, before, taken);
   if (segments > 1) {
     // Each segment leaves its best in order; the last one to arrive chooses among them.
     uint32_t* best = p.best + (uint64_t)r * gridDim.x * p.most * 2;
@@ -111,7 +140,7 @@ NINFER_KERNEL(select_blocks, SelectParams, 1024, 1) {
         key[i] = v.x, id[i] = v.y;
       }
     }
-    bits = best_of<8>(key, valid, p.most, before, taken);
+    bits = best_of<8>(room, key, valid, p.most, before, taken);
   }
 #pragma unroll
   for (uint32_t i = 0; i < 8; i++)
@@ -154,11 +183,8 @@ template <bool F8>
 DEVICE void attend_for(const AttendGroupParams& p) {
   __shared__ __align__(16) uint8_t query[16 * kPitch], value[kKeys * kPitch], weights[2][16][kKeys * 2 + 16];
   __shared__ float most[4][16], total[4][16];
-  pdl();
   const uint32_t kvh = blockIdx.x, r = blockIdx.y, split = blockIdx.z, t = threadIdx.x, warp = t / 32, lane = t % 32, g = lane / 4, q4 = lane % 4;
-  const uint32_t group = p.heads / p.kv, n = __ldcg(p.count + r), share = share_of(n, p.splits);
-  const uint32_t begin = min(n, split * share), end = min(n, begin + share);
-  if (begin == end) return;  // the merge knows as well
+  const uint32_t group = p.heads / p.kv;
   const uint32_t* list = p.list + (uint64_t)r * p.list_ld;
   for (uint32_t i = t; i < 16 * 32; i += kGroup) {
     const uint32_t h = i / 32;
@@ -166,6 +192,25 @@ DEVICE void attend_for(const AttendGroupParams& p) {
     if (h < group) v = __ldcg((const uint4*)(p.q + ((uint64_t)r * p.heads + kvh * group + h) * 256) + i % 32);
     *(uint4*)(query + h * kPitch + i % 32 * 16) = v;
   }
+  uint32_t n = attended(p.rows[r], p.ratio, p.most), begin, end, of_key, of_value;  // tokens of a round: whose key and whose value this thread fetches
+  auto look = [&](uint32_t at) {
+    of_key = at + warp * 8 + g < end ? __ldcg(list + at + warp * 8 + g) : 0;
+    of_value = at + t / 4 < end ? __ldcg(list + at + t / 4) : 0;
+  };
+  auto cut = [&]() {
+    const uint32_t share = share_of(n, p.splits);
+    begin = min(n, split * share), end = min(n, begin + share);
+  };
+  cut();
+  pdl();
+  const uint32_t count = __ldcg(p.count + r);
+  look(begin);
+  if (count != n) {  // a selection from outside
+    n = count;
+    cut();
+    look(begin);
+  }
+  if (begin == end) return;  // the merge knows as well
   float acc[8][4], top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
 #pragma unroll
   for (int i = 0; i < 8; i++) acc[i][0] = acc[i][1] = acc[i][2] = acc[i][3] = 0.0f;
@@ -175,7 +220,7 @@ DEVICE void attend_for(const AttendGroupParams& p) {
     uint4 key[kChunks];
     float key_scale[2] = {1.0f, 1.0f}, value_scale[2] = {1.0f, 1.0f};  // of keys 2*q4 and one more of the warp's eight
     {
-      const uint64_t line = (uint64_t)(live ? __ldcg(list + at + warp * 8 + g) : 0) * p.kv + kvh;  // heads of 256 values
+      const uint64_t line = (uint64_t)of_key * p.kv + kvh;  // heads of 256 values
       const uint4* from = (const uint4*)((const uint8_t*)p.keys + line * (F8 ? 256 : 512)) + q4;
 #pragma unroll
       for (int c = 0; c < kChunks; c++) key[c] = live ? from[c * 4] : make_uint4(0, 0, 0, 0);
@@ -189,10 +234,11 @@ DEVICE void attend_for(const AttendGroupParams& p) {
     {
       const uint32_t k = t / 4;
       const bool on = at + k < end;
-      const uint4* from = (const uint4*)((const uint8_t*)p.values + ((uint64_t)(on ? __ldcg(list + at + k) : 0) * p.kv + kvh) * (F8 ? 256 : 512)) + t % 4;
+      const uint4* from = (const uint4*)((const uint8_t*)p.values + ((uint64_t)of_value * p.kv + kvh) * (F8 ? 256 : 512)) + t % 4;
       uint4 v[kChunks];
 #pragma unroll
       for (int i = 0; i < kChunks; i++) v[i] = on ? from[4 * i] : make_uint4(0, 0, 0, 0);
+      look(at + kKeys);
 #pragma unroll
       for (int i = 0; i < kChunks; i++) {
         uint8_t* to = value + k * kPitch + (t % 4 + 4 * i) * (F8 ? 32 : 16);
@@ -290,30 +336,41 @@ DEVICE void attend_for(const AttendGroupParams& p) {
   }
 }
 
-NINFER_KERNEL(attend_group, AttendGroupParams, kGroup, 1) { attend_for<false>(p); }
-NINFER_KERNEL(attend_group_fp8, AttendGroupParams, kGroup, 1) { attend_for<true>(p); }
+NINFER_KERNEL(attend_group, AttendGroupParams, kGroup, 4) { attend_for<false>(p); }
+NINFER_KERNEL(attend_group_fp8, AttendGroupParams, kGroup, 4) { attend_for<true>(p); }
 
-static constexpr int kMerge = 1024;
+static constexpr int kMerge = 256;       // 64 columns of a head, each by four threads
 static constexpr uint32_t kSplits = 72;  // at most
 
 NINFER_KERNEL(merge_group, MergeGroupParams, kMerge, 1) {
-  __shared__ float factor[kSplits], part[4][256], shared[33];
+  __shared__ float factor[kSplits], part[4][64], shared[33];
   if (p.trigger == 0) pdl_trigger();
-  pdl_wait();
-  if (p.trigger == 1) pdl_trigger();
-  const uint32_t head = blockIdx.x, r = blockIdx.y, t = threadIdx.x, c = t % 256, quarter = t / 256;
-  const uint32_t n = __ldcg(p.count + r), share = share_of(n, p.splits), used = (n + share - 1) / share;
+  const uint32_t head = blockIdx.x, r = blockIdx.y, t = threadIdx.x, c = blockIdx.z * 64 + t % 64, quarter = t / 64;
+  uint32_t n = attended(p.rows[r], p.ratio, p.most), used;
+  const float gate = from_bf16(p.qg[((uint64_t)r * p.heads + head) * 512 + 256 + c]);
   const uint64_t from = ((uint64_t)r * p.heads + head) * p.splits;
   constexpr int kMine = kSplits / 4;
   float mine[kMine];  // asked for before their factors are known
+  float2 s = make_float2(-INFINITY, 0.0f);
+  auto ask = [&]() {
+    const uint32_t share = share_of(n, p.splits);
+    used = (n + share - 1) / share;
 #pragma unroll
-  for (int i = 0; i < kMine; i++) {
-    const uint32_t split = quarter + 4 * i;
-    mine[i] = split < used ? __ldcg(p.partial + (from + split) * 256 + c) : 0.0f;
+    for (int i = 0; i < kMine; i++) {
+      const uint32_t split = quarter + 4 * i;
+      mine[i] = split < used ? __ldcg(p.partial + (from + split) * 256 + c) : 0.0f;
+    }
+    s = t < 128 && t < used ? __ldcg((const float2*)p.sums + from + t) : make_float2(-INFINITY, 0.0f);
+  };
+  pdl_wait();
+  if (p.trigger == 1) pdl_trigger();
+  const uint32_t count = __ldcg(p.count + r);
+  ask();
+  if (count != n) {  // a selection from outside
+    n = count;
+    ask();
   }
-  const float gate = from_bf16(p.qg[((uint64_t)r * p.heads + head) * 512 + 256 + c]);
   if (t < 128) {
-    const float2 s = t < used ? __ldcg((const float2*)p.sums + from + t) : make_float2(-INFINITY, 0.0f);
     float top = s.x;
 #pragma unroll
     for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
@@ -329,10 +386,10 @@ NINFER_KERNEL(merge_group, MergeGroupParams, kMerge, 1) {
   float v = 0.0f;
 #pragma unroll
   for (int i = 0; i < kMine; i++) v = fmaf(factor[quarter + 4 * i], mine[i], v);
-  part[quarter][c] = v;
+  part[quarter][t % 64] = v;
   if (p.trigger == 2) pdl_trigger();
   __syncthreads();
   if (quarter) return;
-  v = part[0][c] + part[1][c] + part[2][c] + part[3][c];
+  v = part[0][t] + part[1][t] + part[2][t] + part[3][t];
   p.out[((uint64_t)r * p.heads + head) * 256 + c] = to_bf16(v / (shared[8] + shared[9] + shared[10] + shared[11]) * sigmoid(gate));
 }

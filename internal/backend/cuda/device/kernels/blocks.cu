@@ -7,6 +7,7 @@
 //   delta      gated delta rule and gated norm, block a value head; S in shared memory. Grid: head, lane.
 //   delta_quarters  convolution of four taps and the same for heads of 128, a quarter of a head's columns a block, S in registers and there before the wait; the norm's
 //              factor is left to the next product (project.cu). Grid: head, lane, quarter.
+//   delta_turns  the same for many lanes of a row each. Grid: head, lanes at a time, quarter.
 //   prep       norms and rotation of queries and keys, append to the planes, index key of a block that a row completes. Grid: head, row.
 //   score      index scores of complete blocks. Grid: any, row.
 //   attend     part of a row's attention. Grid: head, row, split. merge: all of it, times the output gate. Grid: head, row.
@@ -155,6 +156,30 @@ NINFER_KERNEL(delta, DeltaParams, kDelta, 1) {
 
 static constexpr int kQuarter = 128;
 
+// What the kernels of a quarter share, so that a lane has the same bits in each: corrections and outputs of four columns from the sums of
+// four warps, and the sum of the outputs' squares.
+DEVICE float corrected(const float (*sums)[8][8], uint32_t c4, const float* value, float beta, float decay, float dot, float* d, float* o) {
+  float square = 0.0f;
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    const float u = sums[0][c4][j] + sums[1][c4][j] + sums[2][c4][j] + sums[3][c4][j];
+    const float w = sums[0][c4][4 + j] + sums[1][c4][4 + j] + sums[2][c4][4 + j] + sums[3][c4][4 + j];
+    d[j] = __fmul_rn(beta, fmaf(-decay, u, value[j]));
+    o[j] = fmaf(decay, w, __fmul_rn(dot, d[j]));
+    square = fmaf(o[j], o[j], square);
+  }
+  return square;
+}
+DEVICE uint2 gate4(const float* o, const float* norm, uint2 z2) {
+  const float z[4] = {lo(z2.x), hi(z2.x), lo(z2.y), hi(z2.y)};
+  uint32_t a[2];
+#pragma unroll
+  for (int j = 0; j < 2; j++)
+    a[j] = (uint32_t)__bfloat16_as_ushort(to_bf16(o[2 * j] * norm[2 * j] * sigmoid(z[2 * j]))) |
+           (uint32_t)__bfloat16_as_ushort(to_bf16(o[2 * j + 1] * norm[2 * j + 1] * sigmoid(z[2 * j + 1]))) << 16;
+  return make_uint2(a[0], a[1]);
+}
+
 NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 1) {
   constexpr uint32_t D = 128;
   __shared__ float raw[3][D], parts[4][3], sums[4][8][8];
@@ -188,14 +213,25 @@ NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 1) {
       }
     }
   };
+  // Records of a verify pass, what a quarter needs of them, all of them at once.
+  constexpr uint32_t kHeld = 8, kPart = 1 + D + 32;
+  __shared__ float held[kHeld][kPart];
+  if (lane.fold) {
+    for (uint32_t i = t; i < min(lane.fold, kHeld) * kPart; i += kQuarter) {
+      const uint32_t f = i / kPart, at = i % kPart;
+      held[f][at] = records[(uint64_t)f * p.heads * size + at + (at > D ? quarter * 32 : 0)];
+    }
+    __syncthreads();
+  }
   for (uint32_t f = 0; f < lane.fold; f++) {
-    const float* rec = records + (uint64_t)f * p.heads * size;
+    const float* rec = f < kHeld ? held[f] : records + (uint64_t)f * p.heads * size;
+    const uint32_t column = f < kHeld ? c4 * 4 : j0;
     const float decay = rec[0];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       const float k = rec[1 + i0 + i];
 #pragma unroll
-      for (int j = 0; j < 4; j++) S[i][j] = fmaf(k, rec[1 + D + j0 + j], __fmul_rn(S[i][j], decay));
+      for (int j = 0; j < 4; j++) S[i][j] = fmaf(k, rec[1 + D + column + j], __fmul_rn(S[i][j], decay));
     }
   }
   if (lane.fold && p.half_state)  // as if it had been kept and read again
@@ -225,13 +261,22 @@ NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 1) {
   pdl_wait();
   if (p.trigger == 1) pdl_trigger();
   if (lane.fold && lane.record) put();
+  bf16 next[3], next_a, next_b;  // of the row to come, asked for while the one before is worked on
+  uint2 next_z;
+  auto ask = [&](uint32_t row) {
+#pragma unroll
+    for (int i = 0; i < 3; i++)
+      if (i < 2 || t < 32) next[i] = __ushort_as_bfloat16(__ldcg((const unsigned short*)p.x + (uint64_t)row * c + channel[i]));
+    next_z = __ldcg((const uint2*)(p.z + ((uint64_t)row * p.heads + head) * D + j0));
+    next_a = p.a[(uint64_t)row * p.heads + head], next_b = p.b[(uint64_t)row * p.heads + head];
+  };
+  if (lane.rows) ask(lane.first);
   for (uint32_t row = lane.first; row < lane.first + lane.rows; row++) {
-    const bf16* line = p.x + (uint64_t)row * c;
     float convolved[3];
 #pragma unroll
     for (int i = 0; i < 3; i++) {
       if (i == 2 && t >= 32) continue;
-      const float now = __ushort_as_bfloat16(__ldcg((const unsigned short*)line + channel[i]));
+      const float now = from_bf16(next[i]);
       float sum = 0.0f;
 #pragma unroll
       for (int j = 0; j < 3; j++) sum = fmaf(tap[i][j], past[i][j], sum);
@@ -240,9 +285,10 @@ NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 1) {
     }
     const float qv = convolved[0], kv = convolved[1];
     const uint64_t out = ((uint64_t)row * p.heads + head) * D + j0;
-    const uint2 z2 = __ldcg((const uint2*)(p.z + out));
-    const float decay = expf(rate * softplus(from_bf16(p.a[(uint64_t)row * p.heads + head]) + dt));
-    const float beta = sigmoid(from_bf16(p.b[(uint64_t)row * p.heads + head]));
+    const uint2 z2 = next_z;
+    const float decay = expf(rate * softplus(from_bf16(next_a) + dt));
+    const float beta = sigmoid(from_bf16(next_b));
+    if (row + 1 < lane.first + lane.rows) ask(row + 1);
     raw[0][t] = qv, raw[1][t] = kv;
     if (t < 32) raw[2][t] = convolved[2];
     const float qq = warp_sum(qv * qv), kk = warp_sum(kv * kv), qk = warp_sum(qv * kv);
@@ -270,21 +316,13 @@ NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 1) {
       for (int j = 0; j < 4; j++) sums[warp][c4][j] = u[j], sums[warp][c4][4 + j] = w[j];
     if (lane.record) {
       float* rec = records + (uint64_t)(row - lane.first) * p.heads * size;
-      if (quarter == 0) rec[1 + t] = kv * ks;
-      if (quarter == 0 && t == 0) rec[0] = decay;
+      // The old records' keys and decays are read by all quarters, so the one that starts last writes the new ones.
+      if (quarter == 3) rec[1 + t] = kv * ks;
+      if (quarter == 3 && t == 0) rec[0] = decay;
     }
     __syncthreads();
-    float d[4], o[4], v[4], square = 0.0f;
-#pragma unroll
-    for (int j = 0; j < 4; j++) v[j] = raw[2][c4 * 4 + j];
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const float uj = sums[0][c4][j] + sums[1][c4][j] + sums[2][c4][j] + sums[3][c4][j];
-      const float wj = sums[0][c4][4 + j] + sums[1][c4][4 + j] + sums[2][c4][4 + j] + sums[3][c4][4 + j];
-      d[j] = beta * (v[j] - decay * uj);
-      o[j] = decay * wj + dot * d[j];
-      square += o[j] * o[j];
-    }
+    float d[4], o[4];
+    float square = corrected(sums, c4, raw[2] + c4 * 4, beta, decay, dot, d, o);
 #pragma unroll
     for (int i = 0; i < 8; i++)
 #pragma unroll
@@ -294,13 +332,7 @@ NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 1) {
       square += __shfl_xor_sync(0xffu, square, 2);
       square += __shfl_xor_sync(0xffu, square, 4);
       if (t == 0) p.squares[((uint64_t)row * p.heads + head) * 4 + quarter] = square;
-      const float z[4] = {lo(z2.x), hi(z2.x), lo(z2.y), hi(z2.y)};
-      uint32_t a[2];
-#pragma unroll
-      for (int j = 0; j < 2; j++)
-        a[j] = (uint32_t)__bfloat16_as_ushort(to_bf16(o[2 * j] * norm[2 * j] * sigmoid(z[2 * j]))) |
-               (uint32_t)__bfloat16_as_ushort(to_bf16(o[2 * j + 1] * norm[2 * j + 1] * sigmoid(z[2 * j + 1]))) << 16;
-      *(uint2*)(p.gated + out) = make_uint2(a[0], a[1]);
+      *(uint2*)(p.gated + out) = gate4(o, norm, z2);
       if (lane.record) {
         float* rec = records + (uint64_t)(row - lane.first) * p.heads * size;
 #pragma unroll
@@ -311,17 +343,180 @@ NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 1) {
   if (!lane.record) put();
 }
 
+// The same for lanes of one row each that are not recorded, more of them than fit on the GPU at once. A block keeps head and quarter and goes
+// through every turn-th lane; the next lane's state and inputs are on their way while it works.
+NINFER_KERNEL(delta_turns, DeltaParams, kQuarter, 3) {
+  constexpr uint32_t D = 128, W = 288;  // channels of a quarter: of query, key and value
+  __shared__ __align__(16) uint8_t kept[D * 32 * 4];
+  __shared__ __align__(16) bf16 inputs[2][4 * W + 32];  // three rows of the window, the new one; z
+  __shared__ float raw[3][D], parts[4][3], sums[4][8][8];
+  const uint32_t head = blockIdx.x, quarter = blockIdx.z, group = p.heads / p.key_heads, c = (2 * p.key_heads + p.heads) * D;
+  const uint32_t t = threadIdx.x, warp = t / 32, c4 = t % 8, i0 = t / 8 * 8, j0 = quarter * 32 + c4 * 4;
+  const uint32_t element = p.half_state ? 2 : 4, size = 1 + 2 * D;
+  const uint32_t slots = (uint32_t)__cvta_generic_to_shared(kept), ins = (uint32_t)__cvta_generic_to_shared(inputs);
+  auto state_of = [&](const Lane& lane) { return (uint8_t*)p.state + (((uint64_t)lane.slot * p.heads + head) * D * D + i0 * D + j0) * element; };
+  auto ask_state = [&](const Lane& lane) {
+    const uint8_t* from = state_of(lane);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {  // a thread's own values, which nobody else reads
+      const uint32_t to = slots + (i * kQuarter + t) * 16;
+      if (element == 4) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from + i * D * 4) : "memory");
+      else asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from + i * D * 2) : "memory");
+    }
+  };
+  auto ask_inputs = [&](const Lane& lane, uint32_t buffer, bool old, bool now) {
+    for (uint32_t i = t; i < 4 * 36 + 4; i += kQuarter) {
+      const uint32_t tap = i / 36, x = i % 36, at = lane.fold + tap;
+      const bf16* from;
+      if (tap == 4) {
+        from = p.z + ((uint64_t)lane.first * p.heads + head) * D + quarter * 32 + x * 8;
+      } else {
+        const uint32_t channel = x < 16 ? head / group * D + x * 8 : x < 32 ? (p.key_heads + head / group) * D + (x - 16) * 8 : (2 * p.key_heads + head) * D + quarter * 32 + (x - 32) * 8;
+        from = (tap == 3 ? p.x + (uint64_t)lane.first * c : at < 3 ? p.window + ((uint64_t)lane.slot * 3 + at) * c : p.inputs + ((uint64_t)lane.slot * p.verify + at - 3) * c) + channel;
+      }
+      if (tap < 3 ? old : now) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(ins + (buffer * (4 * W + 32) + i * 8) * 2), "l"(from) : "memory");
+    }
+  };
+  uint32_t n = blockIdx.y, buffer = 0;
+  Lane lane = p.lanes[n];
+  if (p.trigger == 0) pdl_trigger();
+  ask_state(lane);
+  ask_inputs(lane, 0, true, false);
+  float tap[3][4];
+#pragma unroll
+  for (int i = 0; i < 3; i++) {
+    const uint32_t channel = i == 0 ? head / group * D + t : i == 1 ? (p.key_heads + head / group) * D + t : (2 * p.key_heads + head) * D + quarter * 32 + t % 32;
+#pragma unroll
+    for (uint32_t j = 0; j < 4; j++) tap[i][j] = p.conv[j * c + channel];
+  }
+  const float rate = -expf(p.alog[head]), dt = p.dt[head];
+  float norm[4];
+#pragma unroll
+  for (int j = 0; j < 4; j++) norm[j] = p.norm[j0 + j];
+  pdl_wait();
+  if (p.trigger == 1) pdl_trigger();
+  ask_inputs(lane, 0, false, true);
+  bf16 a = p.a[(uint64_t)lane.first * p.heads + head], b = p.b[(uint64_t)lane.first * p.heads + head];
+  for (;;) {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads();
+    float S[8][4];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      if (element == 4) {
+        const float4 v = *(const float4*)(kept + (i * kQuarter + t) * 16);
+        S[i][0] = v.x, S[i][1] = v.y, S[i][2] = v.z, S[i][3] = v.w;
+      } else {
+        const uint2 v = *(const uint2*)(kept + (i * kQuarter + t) * 16);
+        S[i][0] = lo(v.x), S[i][1] = hi(v.x), S[i][2] = lo(v.y), S[i][3] = hi(v.y);
+      }
+    }
+    const float decay = expf(rate * softplus(from_bf16(a) + dt)), beta = sigmoid(from_bf16(b));
+    const bf16* in = inputs[buffer];
+    float convolved[3];
+#pragma unroll
+    for (int i = 0; i < 3; i++) {
+      if (i == 2 && t >= 32) continue;
+      float sum = 0.0f;
+#pragma unroll
+      for (int j = 0; j < 3; j++) sum = fmaf(tap[i][j], from_bf16(in[j * W + i * D + t]), sum);
+      convolved[i] = silu(fmaf(tap[i][3], from_bf16(in[3 * W + i * D + t]), sum));
+    }
+    const float qv = convolved[0], kv = convolved[1];
+    const uint2 z2 = *(const uint2*)(in + 4 * W + c4 * 4);
+    raw[0][t] = qv, raw[1][t] = kv;
+    if (t < 32) raw[2][t] = convolved[2];
+    const float qq = warp_sum(qv * qv), kk = warp_sum(kv * kv), qk = warp_sum(qv * kv);
+    if (t % 32 == 0) parts[warp][0] = qq, parts[warp][1] = kk, parts[warp][2] = qk;
+    for (uint32_t f = 0; f < lane.fold; f++) {
+      const float* rec = p.records + (((uint64_t)lane.slot * p.verify + f) * p.heads + head) * size;
+      const float past = rec[0];
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        const float k = rec[1 + i0 + i];
+#pragma unroll
+        for (int j = 0; j < 4; j++) S[i][j] = fmaf(k, rec[1 + D + j0 + j], __fmul_rn(S[i][j], past));
+      }
+    }
+    if (lane.fold && p.half_state)  // as if it had been kept and read again
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) S[i][j] = round_bf16(S[i][j]);
+    __syncthreads();
+    uint8_t* to = state_of(lane);
+    const uint64_t out = ((uint64_t)lane.first * p.heads + head) * D + j0, squares = ((uint64_t)lane.first * p.heads + head) * 4 + quarter;
+    const bool more = n + gridDim.y < p.count;
+    if (more) {
+      n += gridDim.y, buffer ^= 1;
+      lane = p.lanes[n];
+      ask_state(lane);
+      ask_inputs(lane, buffer, true, true);
+      a = p.a[(uint64_t)lane.first * p.heads + head], b = p.b[(uint64_t)lane.first * p.heads + head];
+    }
+    const float qs = 1.0f / sqrtf(parts[0][0] + parts[1][0] + parts[2][0] + parts[3][0] + 1e-6f) / sqrtf((float)D);
+    const float ks = 1.0f / sqrtf(parts[0][1] + parts[1][1] + parts[2][1] + parts[3][1] + 1e-6f);
+    const float dot = (parts[0][2] + parts[1][2] + parts[2][2] + parts[3][2]) * qs * ks;
+    float k[8], u[4] = {0, 0, 0, 0}, w[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      k[i] = raw[1][i0 + i] * ks;
+      const float q = raw[0][i0 + i] * qs;
+#pragma unroll
+      for (int j = 0; j < 4; j++) u[j] = fmaf(S[i][j], k[i], u[j]), w[j] = fmaf(S[i][j], q, w[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      u[j] += __shfl_xor_sync(~0u, u[j], 8), w[j] += __shfl_xor_sync(~0u, w[j], 8);
+      u[j] += __shfl_xor_sync(~0u, u[j], 16), w[j] += __shfl_xor_sync(~0u, w[j], 16);
+    }
+    if (t % 32 < 8)
+#pragma unroll
+      for (int j = 0; j < 4; j++) sums[warp][c4][j] = u[j], sums[warp][c4][4 + j] = w[j];
+    __syncthreads();
+    float d[4], o[4];
+    float square = corrected(sums, c4, raw[2] + c4 * 4, beta, decay, dot, d, o);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+#pragma unroll
+      for (int j = 0; j < 4; j++) S[i][j] = fmaf(k[i], d[j], __fmul_rn(S[i][j], decay));
+      if (element == 2) {
+        __nv_bfloat162 v[2] = {__floats2bfloat162_rn(S[i][0], S[i][1]), __floats2bfloat162_rn(S[i][2], S[i][3])};
+        *(uint2*)(to + i * D * 2) = *(const uint2*)v;
+      } else {
+        *(float4*)(to + i * D * 4) = make_float4(S[i][0], S[i][1], S[i][2], S[i][3]);
+      }
+    }
+    if (t < 8) {
+      square += __shfl_xor_sync(0xffu, square, 1);
+      square += __shfl_xor_sync(0xffu, square, 2);
+      square += __shfl_xor_sync(0xffu, square, 4);
+      if (t == 0) p.squares[squares] = square;
+      *(uint2*)(p.gated + out) = gate4(o, norm, z2);
+    }
+    if (!more) return;
+  }
+}
+
+// The angle of a thread's pair among the first rot values of a head.
+struct Turn {
+  float sin, cos;
+};
+DEVICE Turn turn_of(const float* inverse, uint32_t rot, const uint32_t* pos) {
+  const uint32_t half = rot / 2, t = threadIdx.x;
+  Turn a = {0.0f, 1.0f};
+  if (t < half) sincosf(__fmul_rn((float)(int)pos[((const uint32_t*)inverse)[half + t]], inverse[t]), &a.sin, &a.cos);
+  return a;
+}
+
 // Rotates the first rot values of v in shared memory, thread a pair; all threads of the block.
-DEVICE void rotate(float* v, const float* inverse, uint32_t rot, const uint32_t* pos) {
+DEVICE void rotate(float* v, uint32_t rot, Turn turn) {
   const uint32_t half = rot / 2, t = threadIdx.x;
   __syncthreads();
   if (t < half) {
-    const uint32_t axis = ((const uint32_t*)inverse)[half + t];
-    float sin, cos;
-    sincosf(__fmul_rn((float)(int)pos[axis], inverse[t]), &sin, &cos);
     const float a = v[t], b = v[t + half];
-    v[t] = a * cos - b * sin;
-    v[t + half] = b * cos + a * sin;
+    v[t] = a * turn.cos - b * turn.sin;
+    v[t + half] = b * turn.cos + a * turn.sin;
   }
   __syncthreads();
 }
@@ -357,8 +552,8 @@ DEVICE void keep_fp8(float x, uint32_t width, uint8_t* codes, bf16* scale, float
 
 NINFER_KERNEL(prep, PrepParams, 256, 1) {
   __shared__ float shared[33], v[256];
-  pdl();
   const uint32_t r = blockIdx.y, t = threadIdx.x;
+  // Rows, pages, positions, weights and tokens of earlier passes are here before the wait, and with them all angles.
   const Row row = p.rows[r];
   const uint32_t* pages = p.pages + (uint64_t)row.slot * p.pages_ld;
   const uint64_t token = token_row(pages, row.at);
@@ -374,13 +569,23 @@ NINFER_KERNEL(prep, PrepParams, 256, 1) {
   } else if ((unit -= p.kv) < p.kv) {  // value
     head = token * p.kv + unit;
     const bf16* from = p.value + ((uint64_t)r * p.kv + unit) * p.hd;
+    pdl();
     if (turned) keep_fp8(t < p.hd ? from_bf16(from[t]) : 0.0f, p.hd, (uint8_t*)p.values + head * p.hd, p.value_scales + head, shared);
     else if (t < p.hd) ((bf16*)p.values)[head * p.hd + t] = from[t];
     return;
   } else if ((unit -= p.kv) == 0) {  // raw index key, positions
+    const bool whole = (row.at + 1) % p.ratio == 0;
+    const uint32_t back = p.ratio - 1;
+    Turn turn = {0.0f, 1.0f};
+    float norm = 0.0f;
+    if (whole) {
+      turn = turn_of(p.inverse, p.rot, back <= row.index ? p.rows[r - back].pos : p.positions + token_row(pages, row.at - back) * 3);
+      if (t < p.id) norm = p.ik_norm[t];
+    }
+    pdl();
     for (uint32_t i = t; i < p.id; i += 256) p.raw[token * p.id + i] = p.index[((uint64_t)r * (p.ih + 1) + p.ih) * p.id + i];
-    if (t < 3) p.positions[token * 3 + t] = row.pos[t];
-    if ((row.at + 1) % p.ratio) return;
+    if (t < 3) p.positions[token * 3 + t] = p.rows[r].pos[t];
+    if (!whole) return;
     // The block's older tokens are in the planes, or rows of this pass that another block is just writing there.
     float x = 0.0f;
     if (t < p.id) {
@@ -389,9 +594,8 @@ NINFER_KERNEL(prep, PrepParams, 256, 1) {
       x = round_bf16(x / p.ratio);
     }
     const float scale = 1.0f / sqrtf(block_sum(x * x, shared) / p.id + p.eps);
-    if (t < p.id) v[t] = x * scale * (1.0f + p.ik_norm[t]);
-    const uint32_t back = p.ratio - 1;
-    rotate(v, p.inverse, p.rot, back <= row.index ? p.rows[r - back].pos : p.positions + token_row(pages, row.at - back) * 3);
+    if (t < p.id) v[t] = x * scale * (1.0f + norm);
+    rotate(v, p.rot, turn);
     if (t < p.id) p.block_keys[Blocks(p.ratio).row(pages[row.at / kPage], row.at / p.ratio) * p.id + t] = to_bf16(v[t]);
     return;
   } else if (--unit < p.heads) {  // query
@@ -400,10 +604,13 @@ NINFER_KERNEL(prep, PrepParams, 256, 1) {
     unit -= p.heads, width = p.id, turned = false;
     in = p.index + ((uint64_t)r * (p.ih + 1) + unit) * p.id, w = p.iq_norm, out = p.iq + ((uint64_t)r * p.ih + unit) * p.id;
   }
+  const Turn turn = turn_of(p.inverse, p.rot, p.rows[r].pos);
+  const float norm = t < width ? w[t] : 0.0f;
+  pdl();
   const float x = t < width ? from_bf16(in[t]) : 0.0f;
   const float scale = 1.0f / sqrtf(block_sum(x * x, shared) / width + p.eps);
-  if (t < width) v[t] = x * scale * (1.0f + w[t]);
-  rotate(v, p.inverse, p.rot, row.pos);
+  if (t < width) v[t] = x * scale * (1.0f + norm);
+  rotate(v, p.rot, turn);
   if (turned) hadamard(v, width);
   if (turned && is_key) keep_fp8(t < width ? v[t] : 0.0f, width, (uint8_t*)p.keys + head * p.hd, p.key_scales + head, shared);
   else if (t < width) out[t] = to_bf16(v[t]);

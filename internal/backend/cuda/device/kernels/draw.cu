@@ -10,6 +10,7 @@ DEVICE float key_float(uint32_t key) { return __uint_as_float(key & 0x80000000u 
 
 NINFER_KERNEL(likely, LikelyParams, 1024, 1) {
   __shared__ bool last;
+  __shared__ BestRoom room;
   pdl();
   const uint32_t r = blockIdx.y, segment = blockIdx.x, segments = gridDim.x, t = threadIdx.x;
   const float* logits = p.logits + (uint64_t)r * p.rows + segment * kSegment;
@@ -20,7 +21,7 @@ NINFER_KERNEL(likely, LikelyParams, 1024, 1) {
     id[i] = segment * kSegment + t * 4 + i;
     key[i] = i < 4 && t * 4 + i < valid ? float_key(round_bf16(__ldcg(logits + t * 4 + i))) : 0;
   }
-  uint32_t bits = best_of<4>(key, valid, kLikely, before, taken);
+  uint32_t bits = best_of<4>(room, key, valid, kLikely, before, taken);
   if (segments > 1) {
     // As in select_blocks: each segment leaves its best in order; the last one to arrive chooses among them.
 #pragma unroll
@@ -47,7 +48,7 @@ NINFER_KERNEL(likely, LikelyParams, 1024, 1) {
         key[i] = v.x, id[i] = v.y;
       }
     }
-    bits = best_of<8>(key, valid, kLikely, before, taken);
+    bits = best_of<8>(room, key, valid, kLikely, before, taken);
   }
 #pragma unroll
   for (uint32_t i = 0; i < 8; i++)

@@ -71,7 +71,7 @@ func ProjectShared(e4m3 bool, depth, r, k, n, blocks int) int {
 			tile = max(tile, (rows+tiles-1)/tiles)
 		}
 	}
-	return 1024*r + operands*r*(2*k+32) + 128 + 8*depth*64*tile
+	return 128 + 1024*r + operands*r*(2*k+32) + 128 + 8*depth*64*tile
 }
 
 // MaxRows is how many activation rows Gemv and HcUp take.

@@ -22,6 +22,7 @@ const (
 	Conv                      // ConvParams
 	Delta                     // DeltaParams
 	DeltaQuarters             // DeltaParams
+	DeltaTurns                // DeltaParams
 	Prep                      // PrepParams
 	Score                     // ScoreParams
 	Attend                    // AttendParams
@@ -63,10 +64,11 @@ var table = code.Table[ID]{
 		{Name: "select_blocks", Source: "attention", Threads: 1024},
 		{Name: "attend_group", Source: "attention", Threads: (128)},
 		{Name: "attend_group_fp8", Source: "attention", Threads: (128)},
-		{Name: "merge_group", Source: "attention", Threads: (1024)},
+		{Name: "merge_group", Source: "attention", Threads: (256)},
 		{Name: "conv", Source: "blocks", Threads: 256},
 		{Name: "delta", Source: "blocks", Threads: (512)},
 		{Name: "delta_quarters", Source: "blocks", Threads: (128)},
+		{Name: "delta_turns", Source: "blocks", Threads: (128)},
 		{Name: "prep", Source: "blocks", Threads: 256},
 		{Name: "score", Source: "blocks", Threads: 256},
 		{Name: "attend", Source: "blocks", Threads: (128)},
@@ -285,8 +287,8 @@ type DeltaParams struct {
 	Verify    uint32
 	Eps       float32
 	HalfState uint32
+	Count     uint32
 	Trigger   uint32
-	Reserved  uint32
 }
 
 // PrepParams mirrors the struct of that name in params.h.
@@ -384,10 +386,13 @@ type AttendGroupParams struct {
 	Count       driver.Ptr
 	Partial     driver.Ptr
 	Sums        driver.Ptr
+	Rows        driver.Ptr
 	Heads       uint32
 	Kv          uint32
 	ListLd      uint32
 	Splits      uint32
+	Ratio       uint32
+	Most        uint32
 }
 
 // MergeGroupParams mirrors the struct of that name in params.h.
@@ -397,8 +402,11 @@ type MergeGroupParams struct {
 	Count    driver.Ptr
 	Qg       driver.Ptr
 	Out      driver.Ptr
+	Rows     driver.Ptr
 	Heads    uint32
 	Splits   uint32
+	Ratio    uint32
+	Most     uint32
 	Trigger  uint32
 	Reserved uint32
 }
@@ -509,7 +517,7 @@ type TableParams struct {
 	RowBytes   uint32
 	Format     uint32
 	Multiplier float32
-	Reserved   uint32
+	Rows       uint32
 }
 
 // PleGateParams mirrors the struct of that name in params.h.
@@ -731,8 +739,8 @@ var layout = []uintptr{
 	unsafe.Offsetof(DeltaParams{}.Verify),
 	unsafe.Offsetof(DeltaParams{}.Eps),
 	unsafe.Offsetof(DeltaParams{}.HalfState),
+	unsafe.Offsetof(DeltaParams{}.Count),
 	unsafe.Offsetof(DeltaParams{}.Trigger),
-	unsafe.Offsetof(DeltaParams{}.Reserved),
 	unsafe.Sizeof(PrepParams{}),
 	unsafe.Offsetof(PrepParams{}.Rows),
 	unsafe.Offsetof(PrepParams{}.Qg),
@@ -815,18 +823,24 @@ var layout = []uintptr{
 	unsafe.Offsetof(AttendGroupParams{}.Count),
 	unsafe.Offsetof(AttendGroupParams{}.Partial),
 	unsafe.Offsetof(AttendGroupParams{}.Sums),
+	unsafe.Offsetof(AttendGroupParams{}.Rows),
 	unsafe.Offsetof(AttendGroupParams{}.Heads),
 	unsafe.Offsetof(AttendGroupParams{}.Kv),
 	unsafe.Offsetof(AttendGroupParams{}.ListLd),
 	unsafe.Offsetof(AttendGroupParams{}.Splits),
+	unsafe.Offsetof(AttendGroupParams{}.Ratio),
+	unsafe.Offsetof(AttendGroupParams{}.Most),
 	unsafe.Sizeof(MergeGroupParams{}),
 	unsafe.Offsetof(MergeGroupParams{}.Partial),
 	unsafe.Offsetof(MergeGroupParams{}.Sums),
 	unsafe.Offsetof(MergeGroupParams{}.Count),
 	unsafe.Offsetof(MergeGroupParams{}.Qg),
 	unsafe.Offsetof(MergeGroupParams{}.Out),
+	unsafe.Offsetof(MergeGroupParams{}.Rows),
 	unsafe.Offsetof(MergeGroupParams{}.Heads),
 	unsafe.Offsetof(MergeGroupParams{}.Splits),
+	unsafe.Offsetof(MergeGroupParams{}.Ratio),
+	unsafe.Offsetof(MergeGroupParams{}.Most),
 	unsafe.Offsetof(MergeGroupParams{}.Trigger),
 	unsafe.Offsetof(MergeGroupParams{}.Reserved),
 	unsafe.Sizeof(MergeParams{}),
@@ -913,7 +927,7 @@ var layout = []uintptr{
 	unsafe.Offsetof(TableParams{}.RowBytes),
 	unsafe.Offsetof(TableParams{}.Format),
 	unsafe.Offsetof(TableParams{}.Multiplier),
-	unsafe.Offsetof(TableParams{}.Reserved),
+	unsafe.Offsetof(TableParams{}.Rows),
 	unsafe.Sizeof(PleGateParams{}),
 	unsafe.Offsetof(PleGateParams{}.Key),
 	unsafe.Offsetof(PleGateParams{}.Value),

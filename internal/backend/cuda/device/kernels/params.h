@@ -73,7 +73,7 @@ struct Shift {
 struct ProjectParams {
   const void* x;             // [r][x_ld]: FP32, or BF16 with squares
   const float* squares;      // [r][k/dim][4]: parts of the sum of squares of each dim values, or null
-  uint32_t r, x_ld, k, dim, parts;  // r: 1..4
+  uint32_t r, x_ld, k, dim, parts;  // r: 1..8
   float eps;
   ProjectPart part[4];
   Shift shift;
@@ -146,7 +146,8 @@ struct DeltaParams {
   uint32_t key_heads, heads, dim, verify;
   float eps;
   uint32_t half_state;
-  uint32_t trigger, reserved;  // of delta_quarters: the next kernel may start 0 at once, 1 after the wait, 2 when the activations have been read
+  uint32_t count;              // of lanes: of delta_turns
+  uint32_t trigger;            // of delta_quarters and delta_turns: the next kernel may start 0 at once, 1 after the wait, 2 when the activations have been read
 };
 
 struct PrepParams {
@@ -218,7 +219,9 @@ struct AttendGroupParams {
   const uint32_t* count;       // [R]
   float* partial;              // [R][heads][splits][256]
   float* sums;                 // [R][heads][splits][2]: largest score, sum of weights
+  const Row* rows;
   uint32_t heads, kv, list_ld, splits;
+  uint32_t ratio, most;        // of the selection
 };
 
 struct MergeGroupParams {
@@ -227,7 +230,9 @@ struct MergeGroupParams {
   const uint32_t* count;       // [R]
   const __nv_bfloat16* qg;     // [R][heads*512]
   __nv_bfloat16* out;          // [R][heads*256]
+  const Row* rows;
   uint32_t heads, splits;      // at most 72 splits
+  uint32_t ratio, most;        // of the selection
   uint32_t trigger, reserved;  // as in DeltaParams
 };
 
@@ -305,7 +310,7 @@ struct TableParams {
   float* out;                    // [R*heads][width]
   uint32_t n, width, row_bytes, format;  // n: R*heads
   float multiplier;
-  uint32_t reserved;
+  uint32_t rows;                 // of a block, whose bytes together are a multiple of 16
 };
 
 struct PleGateParams {

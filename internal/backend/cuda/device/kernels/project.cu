@@ -1,4 +1,4 @@
-// Streaming products with operands of more than BF16's precision: out[r][n] = sum_k W[n][k] x[r][k], r = 1..4, or 8 with W in E4M3.
+// Streaming products with operands of more than BF16's precision: out[r][n] = sum_k W[n][k] x[r][k], r = 1..8.
 //
 //   project_bf16   W in BF16; x becomes a BF16 part and what that leaves, also in BF16: two tensor instructions a chunk.
 //   project_e4m3   W in E4M3 with a scale a row; x becomes FP16, each warp's share scaled by a power of two.
@@ -7,7 +7,7 @@
 // x is FP32, or BF16 times a factor that belongs to a head: 1 over the root of the mean of its squares, which four blocks of the delta
 // rule have summed. Each of eight warps owns a run of k in all of the block's rows and streams it through copies that are private to a
 // lane, in flight before the dependency wait; sums meet in warp order once a tile of 16 rows. On the side the window of the convolution that
-// came before is brought forward: the delta rule's blocks share its channels, so none of them may write it.
+// came before is brought forward, eight channels a thread: the delta rule's blocks share its channels, so none of them may write it.
 #include "common.cuh"
 
 extern __shared__ __align__(128) uint8_t room[];
@@ -62,36 +62,52 @@ DEVICE void operand8(const ProjectParams& p, uint32_t r, uint32_t k, float facto
   }
 }
 
-// The kernel before this one has read the window and is over.
-DEVICE void bring_forward(const Shift& s) {
-  const uint32_t share = (s.c + gridDim.x - 1) / gridDim.x, end = min(s.c, (blockIdx.x + 1) * share);
-  for (uint32_t i = 0; i < s.count; i++) {
-    const Lane lane = s.lanes[i];
-    const uint32_t shift = lane.fold + (lane.record ? 0 : lane.rows);
-    for (uint32_t c = blockIdx.x * share + threadIdx.x; c < end; c += kProject) {
-      bf16* window = s.window + (uint64_t)lane.slot * s.depth * s.c + c;
-      bf16* records = s.records + (uint64_t)lane.slot * s.verify * s.c + c;
-      const bf16* x = s.x + (uint64_t)lane.first * s.c + c;
-      for (uint32_t j = 0; j < s.depth && shift; j++) {  // window, records and new rows are one sequence
-        const uint32_t at = shift + j;
-        window[(uint64_t)j * s.c] = at < s.depth               ? window[(uint64_t)at * s.c]
-                                    : at < s.depth + lane.fold ? records[(uint64_t)(at - s.depth) * s.c]
-                                                               : x[(uint64_t)(at - s.depth - lane.fold) * s.c];
-      }
-      for (uint32_t r = 0; r < lane.rows && lane.record; r++) records[(uint64_t)r * s.c] = x[(uint64_t)r * s.c];
-    }
+// Eight channels of a lane's window: asked for as soon as the kernel before this one, which reads the window, is over, and written when they
+// have come. Window, records and new rows are one sequence.
+struct Forward {
+  uint4 v[3];
+  uint32_t shift;
+};
+DEVICE uint32_t pieces(const Shift& s) { return s.count * (s.c / 8); }
+DEVICE uint4 part_of(const Shift& s, const Lane& lane, uint32_t at, uint32_t c) {
+  return __ldcg((const uint4*)((at < s.depth               ? s.window + ((uint64_t)lane.slot * s.depth + at) * s.c
+                                : at < s.depth + lane.fold ? s.records + ((uint64_t)lane.slot * s.verify + at - s.depth) * s.c
+                                                           : s.x + (uint64_t)(lane.first + at - s.depth - lane.fold) * s.c) + c));
+}
+DEVICE void ask(const Shift& s, uint32_t i, Forward& f) {
+  const Lane lane = s.lanes[i / (s.c / 8)];
+  f.shift = lane.fold + (lane.record ? 0 : lane.rows);
+#pragma unroll
+  for (uint32_t j = 0; j < 3; j++)
+    if (f.shift && j < s.depth) f.v[j] = part_of(s, lane, f.shift + j, i % (s.c / 8) * 8);
+}
+DEVICE void bring(const Shift& s, uint32_t i, const Forward& f) {
+  const Lane lane = s.lanes[i / (s.c / 8)];
+  const uint32_t c = i % (s.c / 8) * 8;
+#pragma unroll
+  for (uint32_t j = 0; j < 3; j++)
+    if (f.shift && j < s.depth) *(uint4*)(s.window + ((uint64_t)lane.slot * s.depth + j) * s.c + c) = f.v[j];
+  for (uint32_t r = 0; r < lane.rows && lane.record; r += 4) {  // four at a time
+    uint4 v[4];
+#pragma unroll
+    for (uint32_t j = 0; j < 4; j++)
+      if (r + j < lane.rows) v[j] = __ldcg((const uint4*)(s.x + (uint64_t)(lane.first + r + j) * s.c + c));
+#pragma unroll
+    for (uint32_t j = 0; j < 4; j++)
+      if (r + j < lane.rows) *(uint4*)(s.records + ((uint64_t)lane.slot * s.verify + r + j) * s.c + c) = v[j];
   }
 }
 
+// At most 96 registers, which leave room for two blocks of the delta rule.
 template <bool F8, int kDepth>
 DEVICE void project(const ProjectParams& p) {
   constexpr int W = kProject / 32;
   constexpr uint32_t ks = F8 ? 64 : 32;  // k positions of a chunk: 64 bytes of a row
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const uint32_t row_bytes = F8 ? p.k : 2 * p.k, pitch = 2 * p.k + 32;
-  // shared memory: sums [2][warp][r][16], operand [r][pitch] (and again what it leaves), copies [warp][kDepth][row of a tile][64]
-  float* sums = (float*)room;
-  const uint32_t xs = shared_at(room) + 2 * W * p.r * 64, rest = xs + p.r * pitch;
+  // shared memory: 128 bytes with a barrier a warp, sums [2][warp][r][16], operand [r][pitch] (and again what it leaves), copies [warp][kDepth][row of a tile][64]
+  float* sums = (float*)(room + 128);
+  const uint32_t xs = shared_at(sums) + 2 * W * p.r * 64, rest = xs + p.r * pitch;
   uint32_t total = 0;
   for (uint32_t i = 0; i < p.parts; i++) total += p.part[i].rows;
   const uint32_t begin = cut(total, gridDim.x, blockIdx.x), end = cut(total, gridDim.x, blockIdx.x + 1);
@@ -128,11 +144,31 @@ DEVICE void project(const ProjectParams& p) {
   if (chunks)
     for (int i = 0; i < kDepth; i++) copy_next();
 
-  pdl_wait();
-
-  // The warp's own share of the operand, which nobody else reads.
-  float undo[2] = {1.0f, 1.0f};
+  // The warp's own share of the operand, which nobody else reads. Where there are several rows, BF16 comes by bulk copies to where its operand
+  // will be, all rows at once.
   const uint32_t units = chunks * ks / 8, k0 = chunk0 * ks;
+  const uint32_t head0 = k0 / p.dim, heads = units ? (k0 + units * 8 - 1) / p.dim - head0 + 1 : 0;
+  const bool bulk = p.squares && p.r > 1 && p.r * heads <= 64 && units <= 96;
+  const uint32_t bar = shared_at(room) + warp * 8;
+  if (bulk && lane == 0) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(bar) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
+  __syncwarp();
+
+  pdl_wait();
+  if (bulk && units && lane == 0) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(p.r * units * 16) : "memory");
+    for (uint32_t r = 0; r < p.r; r++)
+      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(xs + r * pitch + k0 * 2),
+                   "l"((const bf16*)p.x + (uint64_t)r * p.x_ld + k0), "r"(units * 16), "r"(bar)
+                   : "memory");
+  }
+  const uint32_t share = (pieces(p.shift) + gridDim.x - 1) / gridDim.x, last = min(pieces(p.shift), (blockIdx.x + 1) * share);
+  uint32_t piece = blockIdx.x * share + threadIdx.x;
+  Forward forward;
+  float undo[2] = {1.0f, 1.0f};
   auto scale_of = [&](uint32_t r, float most) {  // a power of two for a row whose largest magnitude in this lane is most
     const int shift = max(-100, min(100, 141 - (int)(__reduce_max_sync(~0u, __float_as_uint(most)) >> 23)));
     const float back = __uint_as_float((uint32_t)(127 - shift) << 23);
@@ -152,50 +188,66 @@ DEVICE void project(const ProjectParams& p) {
     shared_store(rest + to, make_uint4(two_bf16(v[0] - lo(h.x), v[1] - hi(h.x)), two_bf16(v[2] - lo(h.y), v[3] - hi(h.y)),
                                        two_bf16(v[4] - lo(h.z), v[5] - hi(h.z)), two_bf16(v[6] - lo(h.w), v[7] - hi(h.w))));
   };
-  if (p.squares && units <= 96) {
-    // Three units a lane, a row ahead of the work.
-    uint4 next[3];
-    float4 squares[3];
-    auto ask = [&](uint32_t r) {
+  auto factor_of = [&](float4 s) { return 1.0f / sqrtf((s.x + s.y + s.z + s.w) / p.dim + p.eps); };
+  auto times = [&](uint4 q, float factor, float* v, float most) {
+    const uint32_t w[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
-      for (int j = 0; j < 3; j++)
-        if (lane + 32 * j < units) {
-          const uint32_t k = k0 + (lane + 32 * j) * 8;
-          next[j] = __ldcg((const uint4*)((const bf16*)p.x + (uint64_t)r * p.x_ld + k));
-          squares[j] = __ldcg((const float4*)p.squares + (uint64_t)r * (p.k / p.dim) + k / p.dim);
-        }
-    };
-    ask(0);
-    if (p.shift.count) bring_forward(p.shift);
+    for (int i = 0; i < 4; i++) {
+      v[2 * i] = lo(w[i]) * factor, v[2 * i + 1] = hi(w[i]) * factor;
+      most = fmaxf(most, fmaxf(fabsf(v[2 * i]), fabsf(v[2 * i + 1])));
+    }
+    return most;
+  };
+  if (bulk) {
+    if (piece < last) ask(p.shift, piece, forward);
+    float factor[2];  // of rows and heads in order, one a lane
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const uint32_t q = lane + 32 * i;
+      factor[i] = q < p.r * heads ? factor_of(__ldcg((const float4*)p.squares + (uint64_t)(q / heads) * (p.k / p.dim) + head0 + q % heads)) : 0.0f;
+    }
+    if (units) {
+      asm volatile("{.reg .pred p; L: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0; @p bra D; bra L; D: }" ::"r"(bar) : "memory");
+    }
     for (uint32_t r = 0; r < p.r; r++) {
       float v[3][8], most = 0.0f, scale = 1.0f;
 #pragma unroll
-      for (int j = 0; j < 3; j++)
-        if (lane + 32 * j < units) {
-          const float factor = 1.0f / sqrtf((squares[j].x + squares[j].y + squares[j].z + squares[j].w) / p.dim + p.eps);
-          const uint32_t w[4] = {next[j].x, next[j].y, next[j].z, next[j].w};
-#pragma unroll
-          for (int i = 0; i < 4; i++) {
-            v[j][2 * i] = lo(w[i]) * factor, v[j][2 * i + 1] = hi(w[i]) * factor;
-            most = fmaxf(most, fmaxf(fabsf(v[j][2 * i]), fabsf(v[j][2 * i + 1])));
-          }
-        }
-      if (r + 1 < p.r) ask(r + 1);
+      for (int j = 0; j < 3; j++) {
+        const uint32_t u = lane + 32 * j, q = r * heads + (units ? (k0 + min(u, units - 1) * 8) / p.dim - head0 : 0);
+        const float f0 = __shfl_sync(~0u, factor[0], q % 32), f1 = __shfl_sync(~0u, factor[1], q % 32);
+        if (u < units) most = times(shared_load(xs + r * pitch + k0 * 2 + u * 16), q < 32 ? f0 : f1, v[j], most);
+      }
       if (F8) scale = scale_of(r, most);
 #pragma unroll
       for (int j = 0; j < 3; j++)
         if (lane + 32 * j < units) put(r, lane + 32 * j, v[j], scale);
     }
+  } else if (p.squares && p.r == 1 && units <= 96) {
+    uint4 next[3];  // three units a lane
+    float4 squares[3];
+#pragma unroll
+    for (int j = 0; j < 3; j++)
+      if (lane + 32 * j < units) {
+        const uint32_t k = k0 + (lane + 32 * j) * 8;
+        next[j] = __ldcg((const uint4*)((const bf16*)p.x + k));
+        squares[j] = __ldcg((const float4*)p.squares + k / p.dim);
+      }
+    if (piece < last) ask(p.shift, piece, forward);
+    float v[3][8], most = 0.0f, scale = 1.0f;
+#pragma unroll
+    for (int j = 0; j < 3; j++)
+      if (lane + 32 * j < units) most = times(next[j], factor_of(squares[j]), v[j], most);
+    if (F8) scale = scale_of(0, most);
+#pragma unroll
+    for (int j = 0; j < 3; j++)
+      if (lane + 32 * j < units) put(0, lane + 32 * j, v[j], scale);
   } else {
-    if (p.shift.count) bring_forward(p.shift);
+    if (piece < last) ask(p.shift, piece, forward);
     for (uint32_t r = 0; r < p.r; r++) {
       auto get = [&](uint32_t u, float* v) {
         const uint32_t k = k0 + u * 8;
         float factor = 1.0f;
-        if (p.squares) {
-          const float4 s = __ldcg((const float4*)p.squares + (uint64_t)r * (p.k / p.dim) + k / p.dim);
-          factor = 1.0f / sqrtf((s.x + s.y + s.z + s.w) / p.dim + p.eps);
-        }
+        if (p.squares) factor = factor_of(__ldcg((const float4*)p.squares + (uint64_t)r * (p.k / p.dim) + k / p.dim));
         operand8(p, r, k, factor, v);
       };
       float most = 0.0f, scale = 1.0f, v[8];
@@ -214,6 +266,10 @@ DEVICE void project(const ProjectParams& p) {
         put(r, u, v, scale);
       }
     }
+  }
+  for (; piece < last; piece += kProject) {
+    if (piece >= blockIdx.x * share + kProject) ask(p.shift, piece, forward);
+    bring(p.shift, piece, forward);
   }
   __syncwarp();
   pdl_trigger();

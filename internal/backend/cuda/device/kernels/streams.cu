@@ -6,7 +6,7 @@
 //   stem_norm  e = norm(embedding), hidden = norm over all carried streams, BF16. Grid: 2, row.
 //   stem_add   x[s] = hidden[s] + e.
 //   carry      streams to the carried rows, or to the chain buffer. Grid: row.
-//   table      waits for the host to have gathered the rows of the n-gram table and decodes them to FP32.
+//   table      waits for the host to have gathered the rows of the n-gram table and decodes them to FP32. Grid: some rows.
 //   ple_gate_wide  the same after a pending injection, for streams of up to 3,072 values.
 //   ple_gate   gate of key and stream, v = gate*value (FP32), vn = its norm (BF16). Grid: stream, row.
 //   gather     copies the listed rows. Grid: list.
@@ -114,18 +114,30 @@ NINFER_KERNEL(table, TableParams, 256, 1) {
     }
   }
   __syncthreads();
-  const uint32_t i = blockIdx.x * 256 + threadIdx.x;
-  if (i >= p.n * p.width) return;
-  const volatile uint8_t* row = p.raw + (uint64_t)(i / p.width) * p.row_bytes;  // the host writes it anew for every launch
-  const uint32_t k = i % p.width;
-  float v;
-  if (p.format == FMT_BF16) v = __uint_as_float((uint32_t)*(const volatile uint16_t*)(row + 2 * k) << 16);
-  else if (p.format == FMT_FP8) v = e4m3(row[k]) * p.multiplier;
-  else {
-    const volatile uint8_t* s = row + p.width / 2 + k / 16 * 2;
-    v = (float)((int)(row[k / 2] >> (k % 2 * 4) & 15) - 8) * __half2float(__ushort_as_half((unsigned short)(s[0] | s[1] << 8)));
+  // Whole rows, 16 bytes a request: the host's memory is far away. The host writes it anew for every launch.
+  extern __shared__ __align__(16) uint8_t raw[];
+  const uint32_t first = blockIdx.x * p.rows, rows = min(p.rows, p.n - first), bytes = rows * p.row_bytes;
+  const uint8_t* from = p.raw + (uint64_t)first * p.row_bytes;
+  for (uint32_t i = threadIdx.x * 16; i < bytes; i += 256 * 16) {
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (i + 16 <= bytes) asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from + i) : "memory");
+    else
+      for (uint32_t j = i; j < bytes; j++) ((uint8_t*)&v)[j - i] = *(const volatile uint8_t*)(from + j);
+    *(uint4*)(raw + i) = v;
   }
-  p.out[i] = v;
+  __syncthreads();
+  for (uint32_t i = threadIdx.x; i < rows * p.width; i += 256) {
+    const uint8_t* row = raw + i / p.width * p.row_bytes;
+    const uint32_t k = i % p.width;
+    float v;
+    if (p.format == FMT_BF16) v = __uint_as_float((uint32_t)*(const uint16_t*)(row + 2 * k) << 16);
+    else if (p.format == FMT_FP8) v = e4m3(row[k]) * p.multiplier;
+    else {
+      const uint8_t* s = row + p.width / 2 + k / 16 * 2;
+      v = (float)((int)(row[k / 2] >> (k % 2 * 4) & 15) - 8) * __half2float(__ushort_as_half((unsigned short)(s[0] | s[1] << 8)));
+    }
+    p.out[(uint64_t)first * p.width + i] = v;
+  }
 }
 
 NINFER_KERNEL(ple_gate, PleGateParams, 256, 1) {
