@@ -100,8 +100,11 @@ func (g *GPU) Call(fn uintptr, a []uintptr) uintptr {
 			copy(unsafe.Slice(at[byte](a, 0), a[2]), b)
 		}
 	case "cuLibraryGetKernel":
-		name := unsafe.Slice(at[byte](a, 2), 64)
-		g.kernels = append(g.kernels, string(name[:slices.Index(name, 0)]))
+		var name []byte
+		for p := unsafe.Pointer(at[byte](a, 2)); *(*byte)(p) != 0; p = unsafe.Add(p, 1) {
+			name = append(name, *(*byte)(p))
+		}
+		g.kernels = append(g.kernels, string(name))
 		*at[uintptr](a, 0) = uintptr(len(g.kernels))
 	case "cuKernelGetFunction":
 		*at[uintptr](a, 0) = a[1]
