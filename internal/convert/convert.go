@@ -99,7 +99,7 @@ func (c *conversion) run(ctx context.Context) (*Report, error) {
 	start := time.Now()
 	for _, check := range []func(context.Context) error{
 		c.checkOptions, c.checkOutput, c.readConfig, c.readResources, c.makePlan, c.readTable, c.checkPins, c.openTable, c.openModel, c.checkTensors,
-		c.checkScales, c.measureTables, c.choose,
+		c.checkScales, c.choose,
 	} {
 		if err := check(ctx); err != nil {
 			return nil, err

@@ -1,7 +1,6 @@
 package convert
 
 import (
-	"context"
 	"fmt"
 	"sync"
 
@@ -10,82 +9,82 @@ import (
 	"ninfer/internal/num"
 )
 
-// encodedTable is an n-gram table that is re-encoded under one multiplier (artifact.md 2.7).
+// encodedTable is an n-gram table that is re-encoded under one multiplier (artifact.md 2.7). The multiplier follows from the largest magnitude of
+// all shards, so the table is read twice. The first pass is S14 and S15 for it.
 type encodedTable struct {
-	amax       float32
-	multiplier uint16 // BF16 word
+	object string
+
+	mu   sync.Mutex
+	amax float32 // guarded by mu
+
+	multiplier uint16 // BF16 word; from settle on
 	encoder    *num.FP8Table
 }
 
-// measureTables is the first pass over the tables that are re-encoded: the multiplier follows from the largest magnitude of all
-// shards. It is S14 and S15 for them.
-func (c *conversion) measureTables(ctx context.Context) error {
+// needsTable tells whether an object can only be made once a table has been measured.
+func needsTable(s *arch.Source) bool { return s.Op == arch.OpEncodeTable || s.Op == arch.OpTableScale }
+
+// measuring gives a job for each table that is re-encoded. Such a job makes no bytes. It runs beside jobs that write other objects, since
+// many disks move more when they read and write at once.
+func (c *conversion) measuring() ([]*job, error) {
 	c.tables = map[string]*encodedTable{}
+	var jobs []*job
 	for i := range c.specs {
 		s := &c.specs[i].Source
 		if s.Op != arch.OpEncodeTable {
 			continue
 		}
-		var list []hf.Tensor
-		for x := range s.Tensors() {
-			t, err := c.tensor(x.Name)
-			if err != nil {
-				return err
-			}
-			list = append(list, t)
-		}
-		amax, err := c.largest(ctx, c.specs[i].ID, list)
-		if err != nil {
-			return err
-		}
-		t := &encodedTable{amax: amax}
-		if t.multiplier, err = num.FP8TableMultiplier(amax); err == nil {
-			t.encoder, err = num.NewFP8Table(t.multiplier)
-		}
-		if err != nil {
-			return fail(Encode, "%s: n-gram table %s: %w", c.Model, c.specs[i].ID, err)
-		}
+		t := &encodedTable{object: c.specs[i].ID}
 		c.tables[s.Name] = t
+		j := newJob(i, nil)
+		room := hf.KeepBytes() // what fits in memory need not be read from the disk again
+		for x := range s.Tensors() {
+			tensor, err := c.tensor(x.Name)
+			if err != nil {
+				return nil, err
+			}
+			for _, list := range cuts(c.chunk(), 2, tensor) { // no piece of two tensors, so that an error can name one
+				r := list[0]
+				read := tensor.ReadAt
+				if room -= int64(r.n); room >= 0 {
+					read = tensor.ReadKept
+				}
+				j.pieces = append(j.pieces, piece{make: func(b *buffer) ([]byte, error) {
+					p := sized(&b.source, r.n)
+					if _, err := read(p, r.off); err != nil {
+						return nil, classify(Source, err)
+					}
+					return nil, t.measure(r, p)
+				}})
+			}
+		}
+		jobs = append(jobs, j)
 	}
+	return jobs, nil
+}
+
+// measure takes a run of the table into account.
+func (t *encodedTable) measure(r cut, p []byte) error {
+	m, err := num.MaxAbsBF16(p)
+	if err != nil {
+		return encodeError(r.t, t.object, fmt.Errorf("from value %d on: %w", r.off/2, err))
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.amax = max(t.amax, m)
 	return nil
 }
 
-// largest is the largest magnitude of BF16 tensors.
-func (c *conversion) largest(ctx context.Context, object string, tensors []hf.Tensor) (float32, error) {
-	var list []cut
-	for _, t := range tensors { // no piece of two tensors, so that an error can name one
-		for _, one := range cuts(c.chunk(), 2, t) {
-			list = append(list, one...)
+// settle fixes the multipliers of all tables once they have been measured.
+func (c *conversion) settle() error {
+	for _, t := range c.tables {
+		var err error
+		if t.multiplier, err = num.FP8TableMultiplier(t.amax); err == nil {
+			t.encoder, err = num.NewFP8Table(t.multiplier)
 		}
-	}
-	kept := make([]bool, len(list)) // as many as memory has room for, so that writing need not read them from the disk again
-	for i, room := 0, hf.KeepBytes(); i < len(list) && room >= int64(list[i].n); i++ {
-		kept[i] = true
-		room -= int64(list[i].n)
-	}
-	var mu sync.Mutex // guards most
-	var most float32
-	buffers := sync.Pool{New: func() any { return new(buffer) }}
-	err := c.parallel(ctx, len(list), func(i int) error {
-		b := buffers.Get().(*buffer)
-		defer buffers.Put(b)
-		r := list[i]
-		p := sized(&b.source, r.n)
-		read := r.t.ReadAt
-		if kept[i] {
-			read = r.t.ReadKept
-		}
-		if _, err := read(p, r.off); err != nil {
-			return classify(Source, err)
-		}
-		m, err := num.MaxAbsBF16(p)
 		if err != nil {
-			return encodeError(r.t, object, fmt.Errorf("from value %d on: %w", r.off/2, err))
+			return fail(Encode, "%s: n-gram table %s: %w", c.Model, t.object, err)
 		}
-		mu.Lock()
-		defer mu.Unlock()
-		most = max(most, m)
-		return nil
-	})
-	return most, err
+	}
+	return nil
 }

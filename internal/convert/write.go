@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
+	"slices"
 	"sync"
 	"time"
 
@@ -43,7 +44,7 @@ func sized(b *[]byte, n int) []byte {
 // are made and written to disk side by side.
 type job struct {
 	index  int
-	object *artifact.Object
+	object *artifact.Object // nil if the pieces only read
 	pieces []piece
 
 	// Guarded by the queue's mutex.
@@ -56,6 +57,12 @@ type job struct {
 	moved   *sync.Cond
 	turn    int // the piece that enters the digest next
 	stopped bool
+}
+
+func newJob(index int, object *artifact.Object) *job {
+	j := &job{index: index, object: object}
+	j.moved = sync.NewCond(&j.mu)
+	return j
 }
 
 // wait blocks until it is piece k's turn; it reports false if the work has failed elsewhere.
@@ -92,7 +99,7 @@ type queue struct {
 	all   int64
 
 	mu    sync.Mutex // guards the members below, and calls of Progress
-	next  int        // first object not begun
+	next  []int      // objects not begun
 	live  []*job     // begun, in order
 	err   error      // of the first piece among those that failed
 	first [2]int     // which one that is
@@ -112,6 +119,30 @@ func (c *conversion) write(ctx context.Context) error {
 	for _, o := range c.plan.Directory.Objects {
 		q.all += o.Bytes
 	}
+	var first, second []int
+	for i := range c.specs {
+		if needsTable(&c.specs[i].Source) {
+			second = append(second, i)
+		} else {
+			first = append(first, i)
+		}
+	}
+	var err error
+	if q.live, err = c.measuring(); err != nil {
+		return err
+	}
+	if err := q.run(n, first); err != nil {
+		return err
+	}
+	if err := c.settle(); err != nil {
+		return err
+	}
+	return q.run(n, second)
+}
+
+// run works on what is live and on further objects until all is done.
+func (q *queue) run(n int, objects []int) error {
+	q.next = objects
 	var wg sync.WaitGroup
 	for range n {
 		wg.Go(q.work)
@@ -161,7 +192,7 @@ func (q *queue) take() (*job, int, int64) {
 				return j.take()
 			}
 		}
-		if q.next == len(q.c.specs) {
+		if len(q.next) == 0 {
 			if some == nil {
 				return nil, 0, 0
 			}
@@ -183,10 +214,9 @@ func (j *job) take() (*job, int, int64) {
 
 // begin opens the next object; it needs the mutex.
 func (q *queue) begin() {
-	i := q.next
-	q.next++
-	j := &job{index: i, object: &q.c.plan.Directory.Objects[i]}
-	j.moved = sync.NewCond(&j.mu)
+	i := q.next[0]
+	q.next = q.next[1:]
+	j := newJob(i, &q.c.plan.Directory.Objects[i])
 	q.live = append(q.live, j)
 	var err error
 	if j.pieces, err = q.c.pieces(i); err == nil {
@@ -213,7 +243,7 @@ func (q *queue) piece(j *job, k int, off int64, b *buffer) error {
 		return errStopped
 	}
 	data, err := p.make(b)
-	if err != nil {
+	if err != nil || j.object == nil {
 		return err
 	}
 	if q.c.fault != nil {
@@ -236,13 +266,13 @@ func (q *queue) wrote(j *job, k int) {
 	j.written++
 	whole := j.written == len(j.pieces)
 	if whole {
+		q.live = slices.DeleteFunc(q.live, func(o *job) bool { return o == j })
+	}
+	if j.object == nil {
+		return
+	}
+	if whole {
 		q.ended++
-		for i, o := range q.live {
-			if o == j {
-				q.live = append(q.live[:i], q.live[i+1:]...)
-				break
-			}
-		}
 	}
 	if q.c.Progress == nil || !whole && time.Since(q.told) < time.Second {
 		return
