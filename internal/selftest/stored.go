@@ -17,7 +17,8 @@ type Stored struct {
 	// Bounds of rows of logits with forced decisions: of the worst row, of the median row, and of the worst row of the drafter.
 	Worst, Median, Draft float64
 	// Bounds of free running rows: the median row's distance from the recorded one, and how many rows are within Near at least. Where the
-	// device that rounds alike is worse itself, its own median and share are the bounds, give or take a tenth and three in a hundred.
+	// device that rounds alike is worse itself, its own median and share are the bounds, give or take a quarter and eight in a hundred: a decision
+	// that falls the other way goes on through the rows after it, so three oracles that differed in one rounding had 57 to 64 % of a model's rows near.
 	FreeMedian, Near, Share float64
 }
 
@@ -196,7 +197,7 @@ func (b *Backend) statistics(all *free) Line {
 	median, worst, share := spread(all.own, s.Near)
 	l.Parts = append(l.Parts, fmt.Sprintf("%d rows: median %.1e, worst %.1e, %.1f%% within %g; the oracle that rounds alike: median %.1e, %.1f%%",
 		len(all.own), median, worst, 100*share, s.Near, typical, 100*most))
-	if need, limit := min(s.Share, most-0.03), max(s.FreeMedian, 1.1*typical); !(median <= limit) || share < need {
+	if need, limit := min(s.Share, most-0.08), max(s.FreeMedian, 1.25*typical); !(median <= limit) || share < need {
 		l.Broken = append(l.Broken, fmt.Sprintf("median %.2g or the %.1f%% near rows: bounds are %.2g and %.1f%%", median, 100*share, limit, 100*need))
 	}
 	return l
