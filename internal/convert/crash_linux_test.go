@@ -93,6 +93,19 @@ func (s *subject) full(t *testing.T, runs int, dir string, size int64) {
 		}
 		return err
 	}
+	// unmount waits until the file system is really gone: whoever looks at it at that moment, such as sync, keeps it for longer.
+	unmount := func() error {
+		if err := command("umount", mnt); err != nil {
+			return err
+		}
+		for range 300 {
+			if msg, err := exec.Command("losetup", "-j", image).CombinedOutput(); err != nil || len(msg) == 0 {
+				return err
+			}
+			time.Sleep(100 * time.Millisecond)
+		}
+		return fmt.Errorf("%s is in use after umount", image)
+	}
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
 	rng := rand.New(rand.NewPCG(seed, 0))
@@ -121,7 +134,7 @@ func (s *subject) full(t *testing.T, runs int, dir string, size int64) {
 				t.Fatal(err)
 			}
 			defer func() {
-				if err := command("umount", mnt); err != nil {
+				if err := unmount(); err != nil {
 					t.Fatal(err)
 				}
 			}()
@@ -140,7 +153,10 @@ func (s *subject) full(t *testing.T, runs int, dir string, size int64) {
 			if left := slices.DeleteFunc(list(t, mnt), func(name string) bool { return name == "lost+found" }); len(left) > 0 {
 				t.Errorf("%d bytes of room: left %q", room, left)
 			}
-			for _, c := range [][]string{{"umount", mnt}, {"e2fsck", "-f", "-y", image}, {"truncate", "-s", fmt.Sprint(size + 256<<20), image}, {"resize2fs", image}, {"mount", "-o", "loop", image, mnt}} {
+			if err := unmount(); err != nil {
+				t.Fatal(err)
+			}
+			for _, c := range [][]string{{"e2fsck", "-f", "-y", image}, {"truncate", "-s", fmt.Sprint(size + 256<<20), image}, {"resize2fs", image}, {"mount", "-o", "loop", image, mnt}} {
 				if err := command(c[0], c[1:]...); err != nil {
 					t.Fatal(err)
 				}
