@@ -4,13 +4,11 @@ import (
 	"bytes"
 	"context"
 	"fmt"
-	"math"
 	"slices"
 
 	"ninfer/internal/backend"
 	"ninfer/internal/backend/cuda/device/kernels"
 	"ninfer/internal/backend/cuda/driver"
-	tuned "ninfer/internal/backend/cuda/kernels"
 	files "ninfer/internal/backend/cuda/loader"
 	"ninfer/internal/backend/cuda/nvml"
 )
@@ -192,74 +190,6 @@ func (d *Device) Distinct(st backend.Step) ([]int, error) {
 		list[i] = int(v)
 	}
 	return list, err
-}
-
-// ReadRate measures how fast the GPU reads memory, in bytes a second: a stream of copies into shared memory, the best of some shapes, each
-// the median of several runs. It needs some GiB of free memory for a moment.
-func (d *Device) ReadRate() (rate float64, err error) {
-	if d.tuned == nil {
-		return 0, fmt.Errorf("cuda: read rate: not with plain kernels")
-	}
-	err = d.do("read rate", func(c *driver.Context) error {
-		const size = 2 << 30
-		src, err := c.Alloc("the read stream", size)
-		if err != nil {
-			return &hostError{err}
-		}
-		defer func() { _ = c.Free(src) }()
-		sink, err := c.Alloc("the read stream", 64)
-		if err != nil {
-			return &hostError{err}
-		}
-		defer func() { _ = c.Free(sink) }()
-		if err := d.words(c, src, kernels.WordsParams{Bytes: size, Kind: 8, Mask: math.MaxUint64}); err != nil {
-			return err
-		}
-		var from, to driver.Event
-		for _, e := range []*driver.Event{&from, &to} {
-			if *e, err = c.NewEvent(true); err != nil {
-				return err
-			}
-			defer func() { _ = c.DestroyEvent(*e) }()
-		}
-		sms := uint32(d.owner.Device().SMs)
-		for _, v := range []struct{ blocks, stages, bytes uint32 }{{1, 8, 16 << 10}, {1, 12, 16 << 10}, {2, 6, 8 << 10}, {1, 6, 32 << 10}} {
-			plan := tuned.Plan{Kernel: tuned.ReadBulk, Grid: v.blocks * sms, Shared: v.stages*v.bytes + 128}
-			q := tuned.ReadParams{Src: src, Bytes: size, Sink: sink, Stages: v.stages, StageBytes: v.bytes}
-			if int(plan.Shared) > d.owner.Device().SharedPerBlock {
-				continue
-			}
-			const each, runs = 3, 9
-			var times []float64
-			for i := range runs + 2 {
-				if err := c.Record(from, d.stream); err != nil {
-					return err
-				}
-				for range each {
-					if err := d.tuned.Run(c, d.stream, plan, &q, true); err != nil {
-						return err
-					}
-				}
-				if err := c.Record(to, d.stream); err != nil {
-					return err
-				}
-				if err := c.Sync(to); err != nil {
-					return err
-				}
-				us, err := c.Elapsed(from, to)
-				if err != nil {
-					return err
-				}
-				if i >= 2 {
-					times = append(times, us)
-				}
-			}
-			slices.Sort(times)
-			rate = max(rate, each*size/times[len(times)/2]*1e6)
-		}
-		return nil
-	})
-	return rate, err
 }
 
 // Status reads power and clocks; ok is false where the machine has no management library.

@@ -1,9 +1,6 @@
 package device
 
 import (
-	"fmt"
-	"slices"
-
 	"ninfer/internal/backend"
 	"ninfer/internal/backend/cuda/chunk"
 	"ninfer/internal/backend/cuda/device/kernels"
@@ -324,68 +321,3 @@ func (p *pass) place(id backend.StateID, slot int) driver.Ptr {
 
 // pagesOf is a lane's table of pages.
 func (d *Device) pagesOf(lane int) driver.Ptr { return d.tables + driver.Ptr(4*lane*d.tablePages()) }
-
-// ProductRate measures how fast the GPU multiplies BF16 matrices of the size that prompts have, by the library if there is one: in
-// floating-point operations a second. It needs a step for many rows, and some memory for a moment.
-func (d *Device) ProductRate() (rate float64, err error) {
-	const rows, n, k = 8192, 16384, 2560
-	if d.wide == nil {
-		return 0, fmt.Errorf("cuda: product rate: no step for many rows has been compiled")
-	}
-	err = d.do("product rate", func(c *driver.Context) error {
-		var at [4]driver.Ptr
-		p := gemm.Product{W: gemm.Matrix{N: n, K: k}, OutLd: n}
-		work := gemm.Bytes(rows, []gemm.Product{p})
-		for i, bytes := range []uint64{2 * rows * k, 2 * n * k, 2 * rows * n, work} {
-			p, err := c.Alloc("products to measure", max(bytes, 256))
-			if err != nil {
-				return &hostError{err}
-			}
-			defer func() { _ = c.Free(p) }()
-			at[i] = p
-			if i < 2 {
-				if err := d.words(c, p, kernels.WordsParams{Bytes: bytes, Kind: 2, Deviation: 1}); err != nil {
-					return err
-				}
-			}
-		}
-		p.W.Data, p.Out = at[1], at[2]
-		var from, to driver.Event
-		for _, e := range []*driver.Event{&from, &to} {
-			var err error
-			if *e, err = c.NewEvent(true); err != nil {
-				return err
-			}
-			defer func() { _ = c.DestroyEvent(*e) }()
-		}
-		const each, runs = 4, 9
-		var times []float64
-		for i := range runs + 2 {
-			if err := c.Record(from, d.stream); err != nil {
-				return err
-			}
-			for range each {
-				if err := d.wide.gemm.Multiply(c, d.stream, at[0], k, rows, p, gemm.Workspace{At: at[3], Bytes: max(work, 256)}); err != nil {
-					return err
-				}
-			}
-			if err := c.Record(to, d.stream); err != nil {
-				return err
-			}
-			if err := c.Sync(to); err != nil {
-				return err
-			}
-			us, err := c.Elapsed(from, to)
-			if err != nil {
-				return err
-			}
-			if i >= 2 {
-				times = append(times, us)
-			}
-		}
-		slices.Sort(times)
-		rate = each * 2 * rows * n * k / times[len(times)/2] * 1e6
-		return nil
-	})
-	return rate, err
-}

@@ -3,7 +3,6 @@ package device
 import (
 	"errors"
 	"fmt"
-	"slices"
 	"strings"
 
 	"ninfer/internal/backend"
@@ -114,13 +113,6 @@ func (d *Device) Kernels(st backend.Step, ctl *backend.Control, replays int, eac
 		if err := p.launch(0); err != nil {
 			return err
 		}
-		var events [2]driver.Event
-		for i := range events {
-			if events[i], err = c.NewEvent(true); err != nil {
-				return err
-			}
-			defer func() { _ = c.DestroyEvent(events[i]) }()
-		}
 		defer func() { d.watch = nil }()
 		time := func(skip string) (*watch, float64, error) {
 			d.watch = &watch{skip: skip, counts: map[string]int{}}
@@ -128,20 +120,8 @@ func (d *Device) Kernels(st backend.Step, ctl *backend.Control, replays int, eac
 			if err != nil {
 				return nil, 0, err
 			}
-			defer func() { _ = c.DestroyExec(exec) }()
-			var times []float64
-			for i := range replays + 2 {
-				err = errors.Join(err, c.Record(events[0], d.stream), c.GraphLaunch(exec, d.stream), c.Record(events[1], d.stream), c.Sync(events[1]))
-				us, err2 := c.Elapsed(events[0], events[1])
-				if err = errors.Join(err, err2); err != nil {
-					return nil, 0, err
-				}
-				if i >= 2 {
-					times = append(times, us)
-				}
-			}
-			slices.Sort(times)
-			return d.watch, times[len(times)/2], nil
+			us, err := d.median(c, replays, 1, func() error { return c.GraphLaunch(exec, d.stream) })
+			return d.watch, us, errors.Join(err, c.DestroyExec(exec))
 		}
 		all, full, err := time("")
 		if err != nil {
