@@ -1,5 +1,6 @@
-// Package kernels holds plain CUDA kernels for every operation of a program: sources, compiled machine code, generated parameter
-// structs. They are written for correctness and take any shape and format; the tuned matrix kernels live in cuda/kernels.
+// Package kernels holds CUDA kernels for every operation of a program: sources, compiled machine code, generated parameter structs. The
+// plain ones are written for correctness and take any shape and format. Beside them are fast ones for the shapes of real models: delta rule,
+// attention, products with more than BF16. The tuned matrix kernels live in cuda/kernels.
 //
 // tools/kernelgen -dir internal/backend/cuda/device/kernels compiles them; the machine code is committed, and this package's tests fail
 // when a source has changed and the code has not.
