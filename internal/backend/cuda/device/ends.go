@@ -34,7 +34,7 @@ func (s *step) preparePLEJoin(c *driver.Context, op backend.PLEJoin) (func(*pass
 		V: gate.V, Streams: in.X, C: uint32(width), Taps: uint32(w.Taps), Dilation: uint32(w.Dilation), Verify: uint32(d.opt.Verify),
 	}
 	l.check(s.table != nil && s.table.k.Out == s.bufs[op.In], "no rows of the n-gram table for it")
-	s.brings(op.Window, s.folder(kernels.Conv, tiles(width, 256), 0, conv, func(p *kernels.ConvParams) *driver.Ptr { return &p.Lanes }))
+	s.brings(op.Window, s.folder(conv))
 	s.history = true
 	return func(p *pass) error {
 		if err := s.table.decode(p); err != nil {

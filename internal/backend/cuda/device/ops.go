@@ -54,31 +54,15 @@ type loader struct {
 	err error
 }
 
-func (l *loader) matrix(w backend.Weight) kernels.Mat {
-	if l.err != nil {
-		return kernels.Mat{}
-	}
-	var m kernels.Mat
-	m, l.err = l.s.d.matrix(l.c, w)
-	return m
-}
+func (l *loader) matrix(w backend.Weight) kernels.Mat { return load(l, l.s.d.matrix, w) }
+func (l *loader) vector(w backend.Weight) driver.Ptr  { return load(l, l.s.d.vector, w) }
+func (l *loader) rotary(r backend.Rotary) driver.Ptr  { return load(l, l.s.d.rotary, r) }
 
-func (l *loader) vector(w backend.Weight) driver.Ptr {
-	if l.err != nil {
-		return 0
+func load[T, W any](l *loader, f func(*driver.Context, W) (T, error), w W) (v T) {
+	if l.err == nil {
+		v, l.err = f(l.c, w)
 	}
-	var p driver.Ptr
-	p, l.err = l.s.d.vector(l.c, w)
-	return p
-}
-
-func (l *loader) rotary(r backend.Rotary) driver.Ptr {
-	if l.err != nil {
-		return 0
-	}
-	var p driver.Ptr
-	p, l.err = l.s.d.rotary(l.c, r)
-	return p
+	return v
 }
 
 // rows reserves memory for a row of so many bytes for each row of the pass. Operations run one after the other, and so do steps: those of the
@@ -140,37 +124,27 @@ func (p *pass) gemv(x driver.Ptr, element, ld, rows int, parts ...kernels.Part) 
 			return err
 		}
 	}
-	n := 0
-	for _, q := range parts {
-		n += int(q.M.Rows)
-	}
 	for r := 0; r < rows; r += kernels.MaxRows {
-		if element == 2 {
-			some := make([]kernels.Part, len(parts))
-			for i, q := range parts {
-				size := 2
-				if q.Flags&kernels.PartF32 != 0 {
-					size = 4
-				}
-				some[i] = q
-				some[i].Out += driver.Ptr(r * int(q.OutLd) * size)
+		some := slices.Clone(parts)
+		for i := range some {
+			size := 2
+			if some[i].Flags&kernels.PartF32 != 0 {
+				size = 4
 			}
-			if ok, err := p.tunedGemv(x+driver.Ptr(r*ld*element), ld, min(kernels.MaxRows, rows-r), some); err != nil {
+			some[i].Out += driver.Ptr(r * int(some[i].OutLd) * size)
+		}
+		g.X, g.R = x+driver.Ptr(r*ld*element), uint32(min(kernels.MaxRows, rows-r))
+		if element == 2 {
+			if ok, err := p.tunedGemv(g.X, ld, int(g.R), some); err != nil {
 				return err
 			} else if ok {
 				continue
 			}
 		}
-		g.X, g.R = x+driver.Ptr(r*ld*element), uint32(min(kernels.MaxRows, rows-r))
-		for i, q := range parts {
-			size := 2
-			if q.Flags&kernels.PartF32 != 0 {
-				size = 4
-			}
+		for i, q := range some {
 			g.Part[i] = q
-			g.Part[i].Out += driver.Ptr(r * int(q.OutLd) * size)
 		}
-		if err := start(p, kernels.Gemv, tiles(n, 8), 1, 1, 0, &g); err != nil {
+		if err := start(p, kernels.Gemv, tiles(rowsOf(parts), 8), 1, 1, 0, &g); err != nil {
 			return err
 		}
 	}
@@ -300,7 +274,7 @@ func (s *step) prepareGDN(c *driver.Context, op backend.GDN) (func(*pass) error,
 		delta.Gated, delta.Squares = l.rows("gated halves", 2*vd), l.rows("squares of heads", 16*w.ValueHeads)
 	}
 	shared := uint32(4 * (w.Dim*w.Dim + 7*w.Dim))
-	s.brings(op.Window, s.folder(kernels.Conv, tiles(width, 256), 0, conv, func(p *kernels.ConvParams) *driver.Ptr { return &p.Lanes }))
+	s.brings(op.Window, s.folder(conv))
 	s.brings(op.Matrix, s.folderDelta(w.ValueHeads, shared, delta))
 	return func(p *pass) error {
 		if err := p.gemv(s.bufs[op.In], 2, h, len(p.rows), parts...); err != nil {
@@ -344,11 +318,11 @@ func (s *step) brings(id backend.StateID, fold func(*Device, *driver.Context, dr
 }
 
 // folder folds a convolution's window: the kernel with a lane of no rows.
-func (s *step) folder(k kernels.ID, grid int, shared uint32, params kernels.ConvParams, lanes func(*kernels.ConvParams) *driver.Ptr) func(*Device, *driver.Context, driver.Ptr) error {
+func (s *step) folder(params kernels.ConvParams) func(*Device, *driver.Context, driver.Ptr) error {
 	return func(d *Device, c *driver.Context, lane driver.Ptr) error {
 		q := params
-		*lanes(&q) = lane
-		return d.set.Run(c, d.stream, k, [3]uint32{uint32(grid), 1, 1}, shared, &q, true)
+		q.Lanes = lane
+		return d.set.Run(c, d.stream, kernels.Conv, [3]uint32{(q.C + 255) / 256, 1, 1}, 0, &q, true)
 	}
 }
 
