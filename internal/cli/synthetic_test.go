@@ -79,7 +79,7 @@ func launches(t *testing.T, l *loaded) {
 	must(err)
 	m, err := l.bind(model.Options{Drafter: true})
 	must(err)
-	d, err := device.Open(device.Options{States: m.States, Lanes: 1, Tokens: 16384, Verify: 6, Carry: 1024, Driver: drv, Made: l.made, Library: "none"})
+	d, err := device.Open(device.Options{States: m.States, Lanes: 8, Tokens: 16384, Verify: 6, Carry: 1024, Driver: drv, Made: l.made, Library: "none"})
 	must(err)
 	defer func() { must(d.Close()) }()
 	r := model.NewRunner(m, d, 512)
@@ -100,14 +100,30 @@ func launches(t *testing.T, l *loaded) {
 			t.Errorf("a prompt launches %s %d times, want %d", kernel, n, want)
 		}
 	}
-	for i := range 4 {
+	step := func(what string, graphs int, in ...backend.LaneRows) {
+		t.Helper()
 		gpu.Launched, gpu.Graphs = gpu.Launched[:0], 0
-		_, err = r.Launch(backend.Verify, &backend.Control{Lanes: []backend.LaneRows{{Tokens: []int32{1}, Positions: model.Positions(512+i, 1), Want: backend.WantLast}}})
+		_, err = r.Launch(backend.Verify, &backend.Control{Lanes: in})
 		must(err)
-		must(d.Commit(0, 1))
-		none("a step", "gemv", "hc_up", "expert_up", "delta", "attend", "merge", "score", "pick", "route")
-		if want := min(i, 1); gpu.Graphs != want || gpu.Count("report") != 1 {
-			t.Errorf("step %d: %d graphs, want %d, %d launches in all", i, gpu.Graphs, want, len(gpu.Launched))
+		for _, l := range in {
+			must(d.Commit(l.Lane, 1))
+		}
+		none(what, "gemv", "hc_up", "expert_up", "delta", "attend", "merge", "score", "pick", "route")
+		if gpu.Graphs != graphs || gpu.Count("report") != 1 {
+			t.Errorf("%s: %d graphs, want %d, %d launches in all", what, gpu.Graphs, graphs, len(gpu.Launched))
 		}
 	}
+	for i := range 4 {
+		row := backend.LaneRows{Tokens: []int32{1}, Positions: model.Positions(512+i, 1), Want: backend.WantLast}
+		step("a step", min(i, 1), row)
+	}
+	var all []backend.LaneRows
+	for lane := range 8 {
+		must(d.Fill(backend.Lane(lane), 9000))
+		all = append(all, backend.LaneRows{Lane: lane, Tokens: []int32{1}, Positions: model.Positions(9000, 1), Want: backend.WantLast})
+	}
+	step("a step of eight lanes", 0, all...)
+	step("drafts in three lanes", 0, backend.LaneRows{Lane: 0, Tokens: []int32{1, 2, 3, 4}, Positions: model.Positions(9001, 4), Want: backend.WantAll},
+		backend.LaneRows{Lane: 1, Tokens: []int32{1}, Positions: model.Positions(9001, 1), Want: backend.WantAll},
+		backend.LaneRows{Lane: 2, Tokens: []int32{1, 2, 3}, Positions: model.Positions(9001, 3), Want: backend.WantAll})
 }
