@@ -33,10 +33,10 @@ fuzz:
 	done
 
 # Conversions of generated checkpoints of 4 GiB on the disk of WORK (needs 15 GB): speed beside plain reading and writing and each encoder's
-# speed on one core; and 50 kills and 50 full disks (loop file systems: root on Linux), which take ten minutes to an hour.
+# speed on one core (TO=DIR: write to another disk); and 50 kills and 50 full disks (loop file systems: root on Linux), which take ten minutes to an hour.
 WORK ?= /tmp
 convert-speed:
-	NINFER_CONVERT_SPEED=$(WORK) go test -count=1 -v -run 'TestSpeed' ./internal/convert
+	NINFER_CONVERT_SPEED=$(WORK) NINFER_CONVERT_SPEED_TO=$(TO) go test -count=1 -v -run 'TestSpeed' ./internal/convert
 	go test -run '^$$' -bench BenchmarkEncoders ./internal/num
 convert-crash:
 	NINFER_CONVERT_CRASH=$(WORK) go test -count=1 -v -timeout 3h -run 'TestCrash' ./internal/convert
