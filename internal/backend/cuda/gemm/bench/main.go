@@ -59,22 +59,24 @@ type bench struct {
 	taken    []driver.Ptr
 	seed     uint32
 	best     float64 // TFLOP/s of the yardstick
-	commit   string
 	smi      *nvml.Library
 	out      []row
 }
 
+var (
+	code     = flag.String("code", "", "folder with a subfolder fatbin to use instead of the built-in machine code")
+	library  = flag.String("library", "", "file of cuBLASLt, or none")
+	rowsFlag = flag.String("rows", "512,2048,8192", "activation rows to time")
+	match    = flag.String("match", "", "time only products whose name matches")
+	out      = flag.String("out", "", "write the figures to this file")
+	commit   = flag.String("commit", "", "commit to note")
+	device   = flag.Int("device", 0, "GPU")
+	portable = flag.Bool("portable", false, "the code was compiled with -DNINFER_PORTABLE")
+)
+
 func main() {
-	code := flag.String("code", "", "folder with a subfolder fatbin to use instead of the built-in machine code")
-	library := flag.String("library", "", "file of cuBLASLt, or none")
-	rows := flag.String("rows", "512,2048,8192", "activation rows to time")
-	match := flag.String("match", "", "time only products whose name matches")
-	out := flag.String("out", "", "write the figures to this file")
-	commit := flag.String("commit", "", "commit to note")
-	device := flag.Int("device", 0, "GPU")
-	portable := flag.Bool("portable", false, "the code was compiled with -DNINFER_PORTABLE")
 	flag.Parse()
-	if err := run(*portable, *code, *library, *rows, *match, *out, *commit, *device); err != nil {
+	if err := run(); err != nil {
 		fmt.Fprintln(os.Stderr, "bench:", err)
 		os.Exit(1)
 	}
@@ -86,16 +88,16 @@ func must(err error) {
 	}
 }
 
-func run(portable bool, code, library, rows, match, out, commit string, device int) error {
-	re, err := regexp.Compile(match)
+func run() error {
+	re, err := regexp.Compile(*match)
 	if err != nil {
 		return err
 	}
 	var list []int
-	for _, s := range strings.Split(rows, ",") {
+	for _, s := range strings.Split(*rowsFlag, ",") {
 		n, err := strconv.Atoi(s)
 		if err != nil || n < 1 || n > 16384 {
-			return fmt.Errorf("rows %q: not numbers from 1 to 16384", rows)
+			return fmt.Errorf("rows %q: not numbers from 1 to 16384", *rowsFlag)
 		}
 		list = append(list, n)
 	}
@@ -103,32 +105,22 @@ func run(portable bool, code, library, rows, match, out, commit string, device i
 	if err != nil {
 		return err
 	}
-	o, err := driver.StartOwner(d, device)
+	o, err := driver.StartOwner(d, *device)
 	if err != nil {
 		return err
 	}
 	defer o.Close()
 	var folder fs.FS
-	if code != "" {
-		folder = os.DirFS(code)
+	if *code != "" {
+		folder = os.DirFS(*code)
 	}
-	b := &bench{match: re, commit: commit}
+	b := &bench{match: re}
 	b.smi, _ = nvml.Open()
-	err = o.Do(func(c *driver.Context) (err error) {
-		// a benchmark has no other way to go on than to end
-		defer func() {
-			switch p := recover().(type) {
-			case nil:
-			case error:
-				err = p
-			default:
-				panic(p)
-			}
-		}()
+	err = o.Try(func(c *driver.Context) {
 		b.c = c
-		b.own, err = gemm.Load(c, gemm.Options{Library: "none", Code: folder, Portable: portable})
+		b.own, err = gemm.Load(c, gemm.Options{Library: "none", Code: folder, Portable: *portable})
 		must(err)
-		b.lib, err = gemm.Load(c, gemm.Options{Library: library, Code: folder, Portable: portable})
+		b.lib, err = gemm.Load(c, gemm.Options{Library: *library, Code: folder, Portable: *portable})
 		must(err)
 		fmt.Fprintf(os.Stderr, "%s, %d SMs, CUDA %v; %s\n", c.Device.Name, c.Device.SMs, d.Version(), b.lib.Library())
 		if strings.Contains(b.lib.Library(), "own kernels") {
@@ -145,16 +137,15 @@ func run(portable bool, code, library, rows, match, out, commit string, device i
 		for i, m := range slices.Backward(list) {
 			b.all(m, i == len(list)-1)
 		}
-		return nil
 	})
-	if err != nil || out == "" {
+	if err != nil || *out == "" {
 		return err
 	}
 	text, err := json.Marshal(b.out, jsontext.WithIndent("  "))
 	if err != nil {
 		return err
 	}
-	return os.WriteFile(out, append(text, '\n'), 0o644)
+	return os.WriteFile(*out, append(text, '\n'), 0o644)
 }
 
 func (b *bench) alloc(n int) driver.Ptr {
@@ -215,7 +206,7 @@ func (b *bench) time(f func() error) float64 {
 
 func (b *bench) report(name, variant string, rows int, flops float64, f func() error) {
 	us := b.time(f)
-	r := row{Name: name, Variant: variant, Rows: rows, Us: us, Tflops: flops / us / 1e6, Commit: b.commit, Command: strings.Join(os.Args[1:], " ")}
+	r := row{Name: name, Variant: variant, Rows: rows, Us: us, Tflops: flops / us / 1e6, Commit: *commit, Command: strings.Join(os.Args[1:], " ")}
 	if b.best > 0 {
 		r.Ratio = r.Tflops / b.best
 	}
