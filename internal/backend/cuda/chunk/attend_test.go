@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
+	"slices"
 	"sync"
 	"testing"
 
@@ -202,20 +203,46 @@ func TestAttendAll(t *testing.T) {
 	})
 }
 
+// wholeAttention is attention of the official size over all tokens up to a row's own.
+func wholeAttention(g *gpu, rows int, fp8 bool) *chunk.Attend {
+	r := rand.New(rand.NewPCG(1, 3))
+	p := makePages(r, rows)
+	cache := makeKV(r, p, 2, rows, fp8)
+	qw, _ := words(normal(r, 24*256*64, 1.5))
+	return &chunk.Attend{
+		AttentionShape: officialAttention, Cache: cache.upload(g, p), Rows: rows, Q: repeated(g, qw, rows*24*256), Qg: repeated(g, qw, rows*24*512), QgLd: 24 * 512,
+		Out: g.Alloc(2 * rows * 24 * 256), OutLd: 24 * 256,
+	}
+}
+
+// The same call gives the same bits, whatever the warps' order.
+func TestAttendSameBits(t *testing.T) {
+	for _, fp8 := range []bool{false, true} {
+		withGPU(t, func(g *gpu) {
+			const rows = 1999
+			a := wholeAttention(g, rows, fp8)
+			var first []uint16
+			for i := range 20 {
+				g.Check(g.set.Attend(g.C, g.S, a))
+				out := g.Download[uint16](a.Out, rows*a.OutLd)
+				if i == 0 {
+					first = out
+				} else if !slices.Equal(out, first) {
+					t.Fatalf("fp8 %v, call %d: other bits", fp8, i)
+				}
+			}
+		})
+	}
+}
+
 func BenchmarkAttendAll(b *testing.B) {
 	for i := range 4 {
 		rows, plain := []int{512, 2048}[i%2], i < 2
 		b.Run(fmt.Sprintf("%d/plain=%v", rows, plain), func(b *testing.B) {
 			withGPU(b, func(g *gpu) {
-				r := rand.New(rand.NewPCG(1, 3))
-				p := makePages(r, rows)
-				cache := makeKV(r, p, 2, rows, false)
-				qw, _ := words(normal(r, 24*256*64, 1.5))
-				a := chunk.Attend{
-					AttentionShape: officialAttention, Cache: cache.upload(g, p), Rows: rows, Q: repeated(g, qw, rows*24*256), Qg: repeated(g, qw, rows*24*512), QgLd: 24 * 512,
-					Out: g.Alloc(2 * rows * 24 * 256), OutLd: 24 * 256, Plain: plain,
-				}
-				us := g.time(5, 20, func() error { return g.set.Attend(g.C, g.S, &a) })
+				a := wholeAttention(g, rows, false)
+				a.Plain = plain
+				us := g.time(5, 20, func() error { return g.set.Attend(g.C, g.S, a) })
 				b.ReportMetric(us, "µs/layer")
 				b.ReportMetric(float64(rows)*float64(rows)/2*24*256*4/us/1e6, "TFLOP/s")
 				b.ReportMetric(0, "ns/op")

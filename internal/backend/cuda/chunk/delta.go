@@ -71,6 +71,7 @@ type Delta struct {
 const (
 	deltaPrepareShared = 2*64*128*2 + 3*64*16*4 + 2*3*64*4 + 64*4
 	deltaStage         = 2*64*128*2 + 2*64*64*2 + 2*64*4 + 68*128
+	deltaWide          = 226816                                     // of the kernel on the tensor instructions of four warps: three stages of its own
 	deltaExchange      = 4 * (8*512 + 4*512 + 8*512 + 32*8 + 32*16) // what pairs of warps hand each other
 )
 
@@ -82,8 +83,8 @@ func (s *Set) Delta(c *driver.Context, st driver.Stream, d *Delta) error {
 	}
 	kernel, exchange := kernels.DeltaPair, deltaExchange
 	switch {
-	case s.wide && !d.Plain:
-		kernel, exchange = kernels.DeltaWide, 0
+	case s.wide && !d.Plain && s.shared-1024 >= deltaWide:
+		kernel, exchange = kernels.DeltaWide, deltaWide-3*deltaStage
 	case s.shared-1024-exchange < 2*deltaStage:
 		kernel, exchange = kernels.DeltaRun, 0
 	}

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
+	"slices"
 	"sync"
 	"testing"
 
@@ -240,21 +241,48 @@ func checkDelta(g *gpu, n *net, calls []int, half, plain bool) (out, state float
 	return out, state, window
 }
 
-func BenchmarkDelta(b *testing.B) {
+// sizeable is a delta net of the official size over many rows.
+func sizeable(g *gpu, rows int) *chunk.Delta {
 	shape := chunk.DeltaShape{KeyHeads: 16, Heads: 48, Dim: 128, Taps: 4}
+	n := makeNet(rand.New(rand.NewPCG(1, 2)), shape, min(rows, 512), false, true)
+	ld, vd := n.width, shape.Heads*shape.Dim
+	return &chunk.Delta{
+		DeltaShape: shape, Rows: rows, XLd: ld, ZLd: vd, ALd: shape.Heads, OutLd: vd, Eps: 1e-6, Conv: g.Upload(floats(n.conv)), Alog: g.Upload(floats(n.alog)),
+		Dt: g.Upload(floats(n.dt)), Norm: g.Upload(floats(n.norm)), Window: g.Upload(n.windowW), State: g.Upload(floats(n.state)),
+		X: repeated(g, n.xw, rows*ld), Z: repeated(g, n.zw, rows*vd), A: repeated(g, n.aw, rows*shape.Heads), B: repeated(g, n.bw, rows*shape.Heads),
+		Out: g.Alloc(2 * rows * vd), Work: g.Alloc(int(shape.Workspace(rows))),
+	}
+}
+
+// The same call gives the same bits, whatever the warps' order.
+func TestDeltaSameBits(t *testing.T) {
+	withGPU(t, func(g *gpu) {
+		const rows = 2048 + 17
+		d := sizeable(g, rows)
+		state, window := g.Download[float32](d.State, d.Heads*d.Dim*d.Dim), g.Download[uint16](d.Window, 3*d.XLd)
+		var first []uint16
+		var firstState []float32
+		for i := range 20 {
+			d.State, d.Window = g.Upload(state), g.Upload(window)
+			g.Check(g.set.Delta(g.C, g.S, d))
+			out, after := g.Download[uint16](d.Out, rows*d.OutLd), g.Download[float32](d.State, len(state))
+			if i == 0 {
+				first, firstState = out, after
+			} else if !slices.Equal(out, first) || !slices.Equal(after, firstState) {
+				t.Fatalf("call %d: other bits, outputs alike: %v, states alike: %v", i, slices.Equal(out, first), slices.Equal(after, firstState))
+			}
+		}
+	})
+}
+
+func BenchmarkDelta(b *testing.B) {
 	for i := range 4 {
 		rows, plain := []int{512, 2048, 8192, 8192}[i], i == 3
 		b.Run(fmt.Sprintf("%d/plain=%v", rows, plain), func(b *testing.B) {
 			withGPU(b, func(g *gpu) {
-				n := makeNet(rand.New(rand.NewPCG(1, 2)), shape, min(rows, 512), false, true)
-				ld, vd := n.width, shape.Heads*shape.Dim
-				d := chunk.Delta{
-					DeltaShape: shape, Rows: rows, XLd: ld, ZLd: vd, ALd: shape.Heads, OutLd: vd, Eps: 1e-6, Conv: g.Upload(floats(n.conv)), Alog: g.Upload(floats(n.alog)),
-					Dt: g.Upload(floats(n.dt)), Norm: g.Upload(floats(n.norm)), Window: g.Upload(n.windowW), State: g.Upload(floats(n.state)),
-					X: repeated(g, n.xw, rows*ld), Z: repeated(g, n.zw, rows*vd), A: repeated(g, n.aw, rows*shape.Heads), B: repeated(g, n.bw, rows*shape.Heads),
-					Out: g.Alloc(2 * rows * vd), Work: g.Alloc(int(shape.Workspace(rows))), Plain: plain,
-				}
-				us := g.time(5, 20, func() error { return g.set.Delta(g.C, g.S, &d) })
+				d := sizeable(g, rows)
+				d.Plain = plain
+				us := g.time(5, 20, func() error { return g.set.Delta(g.C, g.S, d) })
 				b.ReportMetric(us, "µs/layer")
 				b.ReportMetric(us/float64(rows)*1000, "ns/token")
 				b.ReportMetric(0, "ns/op")

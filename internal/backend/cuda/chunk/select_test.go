@@ -304,19 +304,22 @@ func TestAttendSelected(t *testing.T) {
 }
 
 func BenchmarkAttend(b *testing.B) {
-	for _, c := range []struct{ base, rows int }{{0, 8192}, {57344, 8192}, {253952, 7680}} {
+	for _, c := range []struct {
+		base, rows int
+		far        float64 // 1: rows that follow each other have nothing in common
+	}{{0, 8192, .16}, {57344, 8192, .16}, {57344, 8192, 1}, {253952, 7680, .16}} {
 		for _, fp8 := range []bool{false, true} {
 			for _, plain := range []bool{true, false} {
-				if (fp8 || plain) && c.base != 0 || fp8 && plain {
+				if plain && (c.base != 0 || fp8) || fp8 && (c.base > 57344 || c.far == 1) {
 					continue
 				}
-				b.Run(fmt.Sprintf("base=%d/fp8=%v/plain=%v", c.base, fp8, plain), func(b *testing.B) {
+				b.Run(fmt.Sprintf("base=%d/far=%v/fp8=%v/plain=%v", c.base, c.far, fp8, plain), func(b *testing.B) {
 					withGPU(b, func(g *gpu) {
 						r := rand.New(rand.NewPCG(1, 8))
 						s := officialAttention
 						tokens := c.base + c.rows
 						p := makePages(r, tokens)
-						x := makeIndexer(r, p, c.rows, tokens/4, .16)
+						x := makeIndexer(r, p, c.rows, tokens/4, c.far)
 						few := makeKV(r, paged{table: []uint32{0}, pages: 1}, 2, 64, fp8)
 						some, _ := words(normal(r, 24*256*64, 1.5))
 						heads := p.pages * 64 * s.KVHeads

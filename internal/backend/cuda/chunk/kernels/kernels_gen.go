@@ -48,7 +48,7 @@ var table = code.Table[ID]{
 		{Name: "sizes", Source: "delta", Threads: 32},
 		{Name: "delta_run", Source: "delta_run", Threads: (128)},
 		{Name: "delta_pair", Source: "delta_run", Threads: (256)},
-		{Name: "delta_wide", Source: "delta_wide", Threads: (128)},
+		{Name: "delta_wide", Source: "delta_wide", Threads: (384)},
 		{Name: "prep_rows", Source: "prep", Threads: (256)},
 		{Name: "conv_rows", Source: "prep", Threads: (256)},
 		{Name: "conv_window", Source: "prep", Threads: (256)},

@@ -78,7 +78,7 @@ NINFER_KERNEL(score_rows, ScoreRowsParams, kScore, 2) {
 }
 
 static constexpr int kSelect = 256;
-static constexpr uint32_t kBins = 2048, kTileRows = 15, kListed = 1024;
+static constexpr uint32_t kBins = 2048, kTileRows = 15, kListed = 2048, kSampled = 8192;
 
 // Scores are sums of what is not negative: their bits have the order of their values. A NaN is below all, and never taken before a number.
 DEVICE uint32_t score_key(float f) { return f == f ? (__float_as_uint(f) & 0x7fffffffu) + 1 : 0; }
@@ -180,8 +180,122 @@ DEVICE void radix(uint32_t* mine, uint32_t* ties, uint32_t* bins, uint32_t* shar
   first_of(mine, ties, shared, words, need);
 }
 
+// The best by bins of all scores: twice a look at all of them.
+DEVICE void by_bins(uint32_t* mine, uint32_t* ties, uint2* list, uint32_t* bins, uint32_t* shared, uint32_t* found, uint32_t* listed, const float* scores, uint32_t n, uint32_t need) {
+  const uint32_t t = threadIdx.x, warp = t / 32, lane = t % 32, words = (n + 31) / 32;
+  for (uint32_t i = t; i < kBins; i += kSelect) bins[i] = 0;
+  if (t == 0) *listed = 0;
+  __syncthreads();
+#pragma unroll 2
+  for (uint32_t i = t * 4; i < n; i += kSelect * 4) {
+    const float4 f = __ldcg((const float4*)(scores + i));
+    const float v[4] = {f.x, f.y, f.z, f.w};
+#pragma unroll
+    for (uint32_t j = 0; j < 4; j++) {
+      const uint32_t key = score_key(v[j]);
+      if (i + j < n && key > 1) atomicAdd(bins + bin_of(key), 1);  // zeros and NaN are many and last
+    }
+  }
+  __syncthreads();
+  uint32_t above, inside;
+  const uint32_t bin = reach(bins, need, shared, found, above, inside);
+  if (inside > kListed) {
+    radix(mine, ties, bins, shared, found, scores, n, need);  // many alike, or of no ordinary size
+  } else {
+    // What is in a higher bin is taken, what is in this one is listed. No bin: fewer than enough above zero, and zeros are listed.
+    need -= above;
+#pragma unroll 4
+    for (uint32_t w = warp; w < words; w += kSelect / 32) {
+      const uint32_t i = w * 32 + lane, key = i < n ? score_key(__ldcg(scores + i)) : 0;
+      const bool higher = key > 1 && (bin == ~0u || bin_of(key) > bin), here = bin == ~0u ? key == 1 : key > 1 && bin_of(key) == bin;
+      const uint32_t taken = __ballot_sync(~0u, higher), equal = __ballot_sync(~0u, here);
+      if (lane == 0) mine[w] = taken, ties[w] = equal;
+      if (bin != ~0u && here) {
+        const uint32_t to = atomicAdd(listed, 1);
+        list[to] = make_uint2(key, i);
+      }
+    }
+    __syncthreads();
+    if (bin == ~0u) {
+      first_of(mine, ties, shared, words, need);
+    } else {
+      for (uint32_t i = t; i < inside; i += kSelect) {
+        const uint2 own = list[i];
+        uint32_t better = 0;
+        for (uint32_t j = 0; j < inside; j++) {
+          const uint2 other = list[j];
+          better += other.x > own.x || (other.x == own.x && other.y < own.y);
+        }
+        if (better < need) atomicOr(mine + own.y / 32, 1u << own.y % 32);
+      }
+    }
+  }
+}
+
+// A sample of 2,048 scores says about where the need-th largest is; what is not below is listed in one look at all of them, and the best of the list are
+// taken. False, and nothing taken, where the list is too short or too long for that.
+DEVICE bool by_sample(uint32_t* mine, uint2* list, uint32_t* bins, uint32_t* shared, uint32_t* found, uint32_t* listed, const float* scores, uint32_t n, uint32_t need) {
+  const uint32_t t = threadIdx.x, apart = n / 1024 & ~1u;
+  for (uint32_t i = t; i < kBins; i += kSelect) bins[i] = 0;
+  if (t == 0) *listed = 0;
+  __syncthreads();
+#pragma unroll
+  for (uint32_t i = 0; i < 1024 / kSelect; i++) {
+    const float2 f = __ldcg((const float2*)(scores + (i * kSelect + t) * apart));
+    const uint32_t a = score_key(f.x), b = score_key(f.y);
+    if (a > 1) atomicAdd(bins + bin_of(a), 1);
+    if (b > 1) atomicAdd(bins + bin_of(b), 1);
+  }
+  __syncthreads();
+  const float expected = need * 2048.0f / n;
+  uint32_t above, inside, bin = reach(bins, (uint32_t)(expected + 4.0f * sqrtf(expected)) + 1, shared, found, above, inside);
+  if (bin == ~0u || bin == 0) return false;
+  const float least = __uint_as_float(((bin + (87u << 5)) << 18) - 1);  // the smallest that is in this bin
+#pragma unroll 4
+  for (uint32_t i = t * 4; i < n; i += kSelect * 4) {
+    const float4 f = __ldcg((const float4*)(scores + i));
+    const float v[4] = {f.x, f.y, f.z, f.w};
+#pragma unroll
+    for (uint32_t j = 0; j < 4; j++)
+      if (v[j] >= least && i + j < n) {
+        const uint32_t to = atomicAdd(listed, 1);
+        if (to < kListed) list[to] = make_uint2(score_key(v[j]), i + j);
+      }
+  }
+  for (uint32_t i = t; i < kBins; i += kSelect) bins[i] = 0;
+  __syncthreads();
+  const uint32_t m = *listed;
+  __syncthreads();
+  if (m < need || m > kListed) return false;
+  for (uint32_t i = t; i < m; i += kSelect) atomicAdd(bins + bin_of(list[i].x), 1);
+  __syncthreads();
+  bin = reach(bins, need, shared, found, above, inside);
+  if (inside > kBins / 2) return false;
+  need -= above;
+  uint2* const same = (uint2*)bins;  // what is in that bin
+  if (t == 0) *listed = 0;
+  __syncthreads();
+  for (uint32_t i = t; i < m; i += kSelect) {
+    const uint2 own = list[i];
+    const uint32_t b = bin_of(own.x);
+    if (b > bin) atomicOr(mine + own.y / 32, 1u << own.y % 32);
+    else if (b == bin) same[atomicAdd(listed, 1)] = own;
+  }
+  __syncthreads();
+  for (uint32_t i = t; i < inside; i += kSelect) {
+    const uint2 own = same[i];
+    uint32_t better = 0;
+    for (uint32_t j = 0; j < inside; j++) {
+      const uint2 other = same[j];
+      better += other.x > own.x || (other.x == own.x && other.y < own.y);
+    }
+    if (better < need) atomicOr(mine + own.y / 32, 1u << own.y % 32);
+  }
+  return true;
+}
+
 NINFER_KERNEL(select_rows, SelectRowsParams, kSelect, 6) {
-  __shared__ uint32_t bins[kBins], shared[kSelect / 32], found[3], listed;
+  __shared__ __align__(8) uint32_t bins[kBins], shared[kSelect / 32], found[3], listed;
   __shared__ uint2 list[kListed];
   uint32_t* const mine = (uint32_t*)dynamic;  // [words]
   uint32_t* const ties = mine + p.words;
@@ -198,55 +312,7 @@ NINFER_KERNEL(select_rows, SelectRowsParams, kSelect, 6) {
     for (uint32_t i = t; i < (visible + 3) / 4; i += kSelect) atomicOr(mine + i / 32, 1u << i % 32);
   } else {
     const float* scores = p.scores + (uint64_t)r * p.ld;
-    const uint32_t words = (n + 31) / 32;
-    uint32_t need = p.most;
-    for (uint32_t i = t; i < kBins; i += kSelect) bins[i] = 0;
-    if (t == 0) listed = 0;
-    __syncthreads();
-#pragma unroll 2
-    for (uint32_t i = t * 4; i < n; i += kSelect * 4) {
-      const float4 f = __ldcg((const float4*)(scores + i));
-      const float v[4] = {f.x, f.y, f.z, f.w};
-#pragma unroll
-      for (uint32_t j = 0; j < 4; j++) {
-        const uint32_t key = score_key(v[j]);
-        if (i + j < n && key > 1) atomicAdd(bins + bin_of(key), 1);  // zeros and NaN are many and last
-      }
-    }
-    __syncthreads();
-    uint32_t above, inside;
-    const uint32_t bin = reach(bins, need, shared, found, above, inside);
-    if (inside > kListed) {
-      radix(mine, ties, bins, shared, found, scores, n, need);  // many alike, or of no ordinary size
-    } else {
-      // What is in a higher bin is taken, what is in this one is listed. No bin: fewer than enough above zero, and zeros are listed.
-      need -= above;
-#pragma unroll 4
-      for (uint32_t w = warp; w < words; w += kSelect / 32) {
-        const uint32_t i = w * 32 + lane, key = i < n ? score_key(__ldcg(scores + i)) : 0;
-        const bool higher = key > 1 && (bin == ~0u || bin_of(key) > bin), here = bin == ~0u ? key == 1 : key > 1 && bin_of(key) == bin;
-        const uint32_t taken = __ballot_sync(~0u, higher), equal = __ballot_sync(~0u, here);
-        if (lane == 0) mine[w] = taken, ties[w] = equal;
-        if (bin != ~0u && here) {
-          const uint32_t to = atomicAdd(&listed, 1);
-          list[to] = make_uint2(key, i);
-        }
-      }
-      __syncthreads();
-      if (bin == ~0u) {
-        first_of(mine, ties, shared, words, need);
-      } else {
-        for (uint32_t i = t; i < inside; i += kSelect) {
-          const uint2 own = list[i];
-          uint32_t better = 0;
-          for (uint32_t j = 0; j < inside; j++) {
-            const uint2 other = list[j];
-            better += other.x > own.x || (other.x == own.x && other.y < own.y);
-          }
-          if (better < need) atomicOr(mine + own.y / 32, 1u << own.y % 32);
-        }
-      }
-    }
+    if (n < kSampled || !by_sample(mine, list, bins, shared, found, &listed, scores, n, p.most)) by_bins(mine, ties, list, bins, shared, found, &listed, scores, n, p.most);
     __syncthreads();
     if (t == 0 && visible % 4) mine[n / 32] |= 1u << n % 32;  // the tail
   }
