@@ -31,7 +31,7 @@ func bf16(t *testing.T, rows, cols int, value func(r, c int) float64) backend.We
 
 // One token far back holds the answer: a model of one attention layer over random tokens, in which the index key of one block is the best
 // for the last token's query by far, its key draws all attention, and its value decides what wins. Without the token something else
-// wins.
+// wins. The last token is a step of decoding, or the last row of a prompt's chunk.
 func TestPlantedKey(t *testing.T) {
 	const (
 		h, vocab     = 256, 400
@@ -123,8 +123,8 @@ func TestPlantedKey(t *testing.T) {
 	}
 
 	states := []backend.State{
-		{Name: "keys", Kind: backend.PerToken, Store: backend.StoreKV, Width: kv * hd},
-		{Name: "values", Kind: backend.PerToken, Store: backend.StoreKV, Width: kv * hd},
+		{Name: "keys", Kind: backend.PerToken, Store: backend.StoreKV, Width: kv * hd, Group: hd},
+		{Name: "values", Kind: backend.PerToken, Store: backend.StoreKV, Width: kv * hd, Group: hd},
 		{Name: "raw", Kind: backend.PerToken, Store: backend.StoreIndex, Width: id},
 		{Name: "index", Kind: backend.PerBlock, Store: backend.StoreIndex, Width: id, Ratio: 4},
 		{Name: "positions", Kind: backend.PerToken, Store: backend.StoreInt, Width: 3},
@@ -145,70 +145,87 @@ func TestPlantedKey(t *testing.T) {
 	}
 	for _, n := range []int{31_000, 200_000} {
 		for _, at := range []int{-1, 4*blocks + 50, n / 2, n - 5000} {
-			t.Run(fmt.Sprintf("%d at %d", n, at), func(t *testing.T) {
-				d := scattered(t, device.Options{States: states, Lanes: 1, Tokens: n + 8})
-				defer d.Close()
-				const rows = 512
-				fill, err := d.Compile(program(backend.Pass{Kind: backend.Prefill, Lanes: 1, Rows: rows}, true))
-				if err != nil {
-					t.Fatal(err)
-				}
-				one, err := d.Compile(program(backend.Pass{Kind: backend.Decode, Lanes: 1, Rows: 1}, false))
-				if err != nil {
-					t.Fatal(err)
-				}
-				launch := func(st backend.Step, in backend.LaneRows) backend.LaneResult {
-					q, err := d.Launch(st, &backend.Control{Lanes: []backend.LaneRows{in}})
-					if err != nil {
-						t.Fatal(err)
+			for _, way := range []struct {
+				rows int // of the last chunk
+				kv   backend.Cache
+			}{{1, backend.CacheBF16}, {300, backend.CacheBF16}, {300, backend.CacheFP8}} {
+				t.Run(fmt.Sprintf("%d at %d, %d rows, %v", n, at, way.rows, way.kv), func(t *testing.T) {
+					d := scattered(t, device.Options{States: states, Lanes: 1, Tokens: n + 8, KV: way.kv})
+					defer d.Close()
+					const rows = 512
+					compile := func(p backend.Pass, fill bool) backend.Step {
+						t.Helper()
+						st, err := d.Compile(program(p, fill))
+						if err != nil {
+							t.Fatal(err)
+						}
+						return st
 					}
-					res, err := d.Wait(q)
-					if err != nil {
-						t.Fatal(err)
+					launch := func(st backend.Step, in backend.LaneRows) backend.LaneResult {
+						t.Helper()
+						q, err := d.Launch(st, &backend.Control{Lanes: []backend.LaneRows{in}})
+						if err != nil {
+							t.Fatal(err)
+						}
+						res, err := d.Wait(q)
+						if err != nil {
+							t.Fatal(err)
+						}
+						if len(res.Lanes) == 0 {
+							return backend.LaneResult{}
+						}
+						return res.Lanes[0]
 					}
-					if len(res.Lanes) == 0 {
-						return backend.LaneResult{}
+					fill := compile(backend.Pass{Kind: backend.Prefill, Lanes: 1, Rows: rows}, true)
+					pass := backend.Pass{Kind: backend.Decode, Lanes: 1, Rows: 1}
+					if way.rows > 1 {
+						pass = backend.Pass{Kind: backend.Prefill, Lanes: 1, Rows: way.rows}
 					}
-					return res.Lanes[0]
-				}
-				tokens := make([]int32, n)
-				for i := range tokens {
-					tokens[i] = int32(10 + r.IntN(vocab-10))
-				}
-				if at >= 0 {
-					tokens[at] = planted
-				}
-				for p := 0; p < n; p += rows {
-					m := min(rows, n-p)
-					launch(fill, backend.LaneRows{Tokens: tokens[p : p+m], Positions: model.Positions(p, m)})
-				}
-				trace := &backend.Trace{}
-				in := backend.LaneRows{Tokens: []int32{ask}, Positions: model.Positions(n, 1), Want: backend.WantLogits, Trace: trace}
-				got := launch(one, in)
-				line := trace.Selected[0][0]
-				selected := 0
-				for _, on := range line {
-					if on {
-						selected++
+					last := compile(pass, false)
+					if slow, ok := d.Slow(last); way.rows > 1 && (!ok || slices.Contains(slow, "qsa 0")) {
+						t.Fatalf("on the kernels of decoding: %v", slow)
 					}
-				}
-				if want := 4*blocks + (n+1)%4; selected != want || len(line) != n+1 {
-					t.Errorf("%d tokens of %d are selected, want %d", selected, len(line), want)
-				}
-				if at < 0 {
-					if int(got.Picks[0]) == answer {
-						t.Error("the answer comes without its token")
+					tokens := make([]int32, n+1)
+					for i := range tokens {
+						tokens[i] = int32(10 + r.IntN(vocab-10))
 					}
-					return
-				}
-				if !line[at] {
-					t.Error("the block is not selected")
-				}
-				if int(got.Picks[0]) != answer {
-					logits := slices.Clone(got.Logits[0])
-					t.Errorf("token %d wins with %g, want %d, which has %g", got.Picks[0], logits[got.Picks[0]], answer, logits[answer])
-				}
-			})
+					if at >= 0 {
+						tokens[at] = planted
+					}
+					tokens[n] = ask
+					first := n + 1 - way.rows
+					for p := 0; p < first; p += rows {
+						m := min(rows, first-p)
+						launch(fill, backend.LaneRows{Tokens: tokens[p : p+m], Positions: model.Positions(p, m)})
+					}
+					trace := &backend.Trace{}
+					got := launch(last, backend.LaneRows{Tokens: tokens[first:], Positions: model.Positions(first, way.rows), Want: backend.WantLogits, Trace: trace})
+					line := trace.Selected[0][way.rows-1]
+					selected := 0
+					for _, on := range line {
+						if on {
+							selected++
+						}
+					}
+					if want := 4*blocks + (n+1)%4; selected != want || len(line) != n+1 {
+						t.Errorf("%d tokens of %d are selected, want %d", selected, len(line), want)
+					}
+					pick := got.Picks[len(got.Picks)-1]
+					if at < 0 {
+						if int(pick) == answer {
+							t.Error("the answer comes without its token")
+						}
+						return
+					}
+					if !line[at] {
+						t.Error("the block is not selected")
+					}
+					if int(pick) != answer {
+						logits := got.Logits[len(got.Logits)-1]
+						t.Errorf("token %d wins with %g, want %d, which has %g", pick, logits[pick], answer, logits[answer])
+					}
+				})
+			}
 		}
 	}
 }

@@ -142,50 +142,110 @@ func TestPrefillIsDecode(t *testing.T) {
 	for i, n := range lengths {
 		for _, way := range []string{"one chunk", "random chunks"} {
 			must(d.Reset(backend.Lane(0)))
-			var line []float32
-			for first := 0; first < n; {
-				rows := n - first
-				if way != "one chunk" {
-					rows = min(rows, 1+rng.IntN(max(2, n/2)))
-				}
-				if first > 0 {
-					_, err := r.Launch(backend.Seed, &backend.Control{Lanes: []backend.LaneRows{{Tokens: ids[first : first+1]}}})
-					must(err)
-				}
-				res, err := r.Launch(backend.Prefill, &backend.Control{Lanes: []backend.LaneRows{{
-					Tokens: ids[first : first+rows], Positions: model.Positions(first, rows), Want: backend.WantLogits, Force: force.From(first),
-				}}})
-				must(err)
-				line = res.Lanes[0].Logits[0]
-				if rows > 1 {
-					_, err = r.Launch(backend.Seed, &backend.Control{Lanes: []backend.LaneRows{{Tokens: ids[first+1 : first+rows]}}})
-					must(err)
-				}
-				first += rows
+			chunks := func(left int) int { return left }
+			if way != "one chunk" {
+				chunks = func(int) int { return 1 + rng.IntN(max(2, n/2)) }
 			}
-			note := func(what string, e, bound float64) {
-				worst[what] = max(worst[what], e)
-				if !(e <= bound) {
-					t.Errorf("%d tokens, %s: %s off by %.2g", n, way, what, e)
-				}
-			}
-			note("logits", off(line, logits[i]), 2e-2)
-			for id, s := range m.States {
-				if s.Store == backend.StoreInt && s.Kind != backend.PerToken {
-					continue
-				}
-				got, err := d.Values(backend.Lane(0), backend.StateID(id))
-				must(err)
-				want, err := d.Values(backend.Saved(i), backend.StateID(id))
-				must(err)
-				what := fmt.Sprint("store ", s.Store, " kind ", s.Kind)
-				bound := 2e-2
-				if s.Store == backend.StoreInt {
-					bound = 0
-				}
-				note(what, off(got, want), bound)
-			}
+			line := inChunks(t, r, ids[:n], chunks, force, nil)
+			alike(t, fmt.Sprintf("%d tokens, %s", n, way), d, m, line, logits[i], backend.Saved(i), worst)
 		}
+	}
+	for _, what := range slices.Sorted(maps.Keys(worst)) {
+		t.Logf("%s: worst %.2g", what, worst[what])
+	}
+}
+
+// inChunks runs a prompt and its drafter in chunks of the sizes that chunks gives for what is left, and returns the last row's logits.
+func inChunks(t *testing.T, r *model.Runner, ids []int32, chunks func(left int) int, force *backend.Force, trace *backend.Trace) (line []float32) {
+	t.Helper()
+	launch := func(kind backend.Kind, in backend.LaneRows) backend.Result {
+		t.Helper()
+		res, err := r.Launch(kind, &backend.Control{Lanes: []backend.LaneRows{in}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return res
+	}
+	for first := 0; first < len(ids); {
+		rows := min(chunks(len(ids)-first), len(ids)-first)
+		if first > 0 {
+			launch(backend.Seed, backend.LaneRows{Tokens: ids[first : first+1]})
+		}
+		line = slices.Clone(launch(backend.Prefill, backend.LaneRows{ // the next pass overwrites them
+			Tokens: ids[first : first+rows], Positions: model.Positions(first, rows), Want: backend.WantLogits, Force: force.From(first), Trace: trace,
+		}).Lanes[0].Logits[0])
+		if rows > 1 {
+			launch(backend.Seed, backend.LaneRows{Tokens: ids[first+1 : first+rows]})
+		}
+		first += rows
+	}
+	return line
+}
+
+// alike compares the last row's logits and the image of lane 0 with those that are wanted, and notes the worst of each kind of state.
+func alike(t *testing.T, what string, d *device.Device, m *model.Model, line, wantLine []float32, want backend.Image, worst map[string]float64) {
+	t.Helper()
+	note := func(of string, e, bound float64) {
+		t.Helper()
+		worst[of] = max(worst[of], e)
+		if !(e <= bound) {
+			t.Errorf("%s: %s off by %.2g", what, of, e)
+		}
+	}
+	note("logits", off(line, wantLine), 2e-2)
+	for id, s := range m.States {
+		if s.Store == backend.StoreInt && s.Kind != backend.PerToken {
+			continue
+		}
+		got, err := d.Values(backend.Lane(0), backend.StateID(id))
+		if err != nil {
+			t.Fatal(err)
+		}
+		wanted, err := d.Values(want, backend.StateID(id))
+		if err != nil {
+			t.Fatal(err)
+		}
+		bound := 2e-2
+		if s.Store == backend.StoreInt {
+			bound = 0
+		}
+		note(fmt.Sprint("store ", s.Store, " kind ", s.Kind), off(got, wanted), bound)
+	}
+}
+
+// A long prompt in random chunks, or with the last tokens one at a time, leaves what chunks of full size leave, with their decisions.
+func TestLongChunks(t *testing.T) {
+	const n, full = 17_003, 8192
+	m := subject(t)
+	d := scattered(t, device.Options{States: m.States, Lanes: 1, Saved: 1, Tokens: n + 64, Verify: 6, Carry: full, Library: *libraryFlag}) // few rows as decoding has them
+	defer d.Close()
+	rng := rand.New(rand.NewPCG(9, 2))
+	ids := make([]int32, n)
+	for i := range ids {
+		ids[i] = int32(rng.IntN(480))
+	}
+	r := model.NewRunner(m, d, full)
+	trace := &backend.Trace{}
+	want := inChunks(t, r, ids, func(int) int { return full }, nil, trace)
+	if err := d.Move(backend.Saved(0), backend.Lane(0)); err != nil {
+		t.Fatal(err)
+	}
+	force := &backend.Force{Experts: trace.Experts, Selected: trace.Selected}
+	worst := map[string]float64{}
+	for way, chunks := range map[string]func(int) int{
+		"random":  func(int) int { return 1 + rng.IntN(4000) },
+		"default": func(int) int { return 1024 },
+		"ends one by one": func(left int) int {
+			if left <= 40 {
+				return 1
+			}
+			return min(left-40, 1+rng.IntN(6000))
+		},
+	} {
+		if err := d.Reset(backend.Lane(0)); err != nil {
+			t.Fatal(err)
+		}
+		alike(t, way, d, m, inChunks(t, r, ids, chunks, force, nil), want, backend.Saved(0), worst)
 	}
 	for _, what := range slices.Sorted(maps.Keys(worst)) {
 		t.Logf("%s: worst %.2g", what, worst[what])
