@@ -13,8 +13,9 @@ import (
 )
 
 const (
-	// chunk is how many source bytes a worker holds at a time, unless one expert needs more.
-	chunk      = 4 << 20
+	// chunk is how many source bytes a worker holds at a time, unless one expert needs more. With the rest of the pages that it begins and
+	// ends in it is four megabytes: as much as a disk takes in one request, where a page more would be a second one.
+	chunk      = 4<<20 - 4096
 	minWorkers = 16
 	// maxWorkers bounds memory: the real model's largest piece is 6.6 MB of source and as much again.
 	maxWorkers = 32
