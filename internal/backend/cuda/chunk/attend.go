@@ -45,9 +45,10 @@ type Cache struct {
 }
 
 const (
-	attendShared     = 48*512 + 2*64*512 + 48*128 + 4*48*4 + 2*192 + 2*64*4
-	attendWideShared = 6 * 64 * 512
-	scoreWideShared  = 64*1024 + 3*64*256
+	attendShared        = 48*512 + 2*64*512 + 48*128 + 4*48*4 + 2*192 + 2*64*4
+	attendWideShared    = 6 * 64 * 512
+	attendWideFP8Shared = attendWideShared + 2*64*256
+	scoreWideShared     = 64*1024 + 3*64*256
 )
 
 // attend launches attention of the rows over the listed blocks of each tile, or over all blocks where list is 0.
@@ -60,6 +61,8 @@ func (s *Set) attend(c *driver.Context, st driver.Stream, a *Attend, list, count
 	}
 	k, shared := kernels.AttendRows, attendShared
 	switch {
+	case wide && a.KeyScales != 0:
+		k, shared = kernels.AttendWideFp8, attendWideFP8Shared
 	case wide:
 		k, shared = kernels.AttendWide, attendWideShared
 	case a.KeyScales != 0:
@@ -68,7 +71,7 @@ func (s *Set) attend(c *driver.Context, st driver.Stream, a *Attend, list, count
 	return run(s, c, st, k, tiles(a.Rows, tile), a.KVHeads, shared, &p)
 }
 
-func (s *Set) takesWide(a *Attend) bool { return s.wide && !a.Plain && a.KeyScales == 0 }
+func (s *Set) takesWide(a *Attend) bool { return s.wide && !a.Plain }
 
 // Prep norms and rotates queries and keys of a pass and appends what attention keeps: keys, values, raw index keys, positions, and the index
 // keys of the blocks that the pass completes, whose first tokens may be older.

@@ -17,6 +17,7 @@ const (
 	AttendRows    ID = iota // AttendParams
 	AttendRowsFp8           // AttendParams
 	AttendWide              // AttendParams
+	AttendWideFp8           // AttendParams
 	ScoreWide               // ScoreRowsParams
 	DeltaPrepare            // DeltaPrepareParams
 	DeltaFinish             // DeltaFinishParams
@@ -42,6 +43,7 @@ var table = code.Table[ID]{
 		{Name: "attend_rows", Source: "attend", Threads: (128)},
 		{Name: "attend_rows_fp8", Source: "attend", Threads: (128)},
 		{Name: "attend_wide", Source: "attend_wide", Threads: (384)},
+		{Name: "attend_wide_fp8", Source: "attend_wide", Threads: (384)},
 		{Name: "score_wide", Source: "attend_wide", Threads: (128)},
 		{Name: "delta_prepare", Source: "delta", Threads: (256)},
 		{Name: "delta_finish", Source: "delta", Threads: (256)},
