@@ -58,7 +58,7 @@ type Tuning struct {
 type Variant int
 
 // The variants: 10 warps with 9 KB each on their way, 8 with 12, 10 with 18, which takes an SM for itself, 8 with 4 where shared memory
-// is short, and 10 with 6 where the activations of many rows would leave no room for a second block. Auto chooses.
+// is short, and 10 with 6 for several rows, whose activations need room. Auto chooses.
 const (
 	Auto Variant = iota
 	Ten
@@ -142,7 +142,7 @@ func (l Limits) gemv(f Format, r, k uint32, parts []Part, bf16From int, t Tuning
 			}
 			return l.gemv(f, r, k, parts, bf16From, t, auto)
 		}
-		if auto && t.Variant == Ten && plan.Shared > l.Half() { // as many warps as for fewer rows: the same sums
+		if auto && t.Variant == Ten && r > 1 { // as many warps as for one row: the same sums, and more room for the kernels before and after
 			t.Variant = Shallow
 			return l.gemv(f, r, k, parts, bf16From, t, auto)
 		}
