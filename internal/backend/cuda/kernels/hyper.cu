@@ -10,6 +10,8 @@
 // has eight k of the block's rows (at most ten), FP32 arithmetic. hc_up_mix uses them. Sums have a fixed order that does not
 // depend on the number of rows.
 //
+// With several rows L2 bounds: what every block reads, only one of a block's warps asks for, and hc_up_mix's blocks work in clusters.
+//
 //   Shapes: H % 16 = 0 and at most 2560, L % 16 = 0 and at most 320, R = 1..8.
 //
 // Weights loaded straight into registers were slower: loads that wait for a place in L1 hold up the neighbour's shared memory.
@@ -91,6 +93,7 @@ NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t stream, uint32_t gr
   constexpr uint32_t bytes = FP8 && !INJECT ? 1 : 2;  // of a weight
   const uint32_t slice = bytes * p.h, bar = smem_addr(smem), weights = bar + 128;
   __shared__ float sums[ONE ? 1 : kMaxRows][kDownWarps][12];
+  __shared__ float injects[kMaxRows];  // of several rows
 
   STAMP_BEGIN(120 + FP8)
   if (threadIdx.x == 0) {
@@ -120,10 +123,13 @@ NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t stream, uint32_t gr
       const uint32_t r = min(r0 + b, p.r - 1);  // the last row twice where there is no other
       next_x[b] = next_y[b] = make_uint4(0, 0, 0, 0);
       if (mine) next_x[b] = ldg_l2(p.x + ((uint64_t)r * 4 + stream) * p.h + k);
-      if (mine && p.y) next_y[b] = ldg_l2(p.y + (uint64_t)r * p.h + k), next_inject[b] = ldg_l2_f32(p.inject + r * 4 + stream);
+      if (mine && p.y) next_y[b] = ldg_l2(p.y + (uint64_t)r * p.h + k);
+      if (ONE && mine && p.y) next_inject[b] = ldg_l2_f32(p.inject + r * 4 + stream);
     }
   };
   fetch(0);
+  // One place in L2 answers one warp at a time: what all blocks read, only one of a block's warps may ask for.
+  if (!ONE && warp == kDownWarps - 1 && lane < p.r) injects[lane] = p.y ? ldg_l2_f32(p.inject + lane * 4 + stream) : 0.0f;
   mbar_wait(bar, 0);
   Eight<FP8 && !INJECT> w[kRows];
   if (ONE)
@@ -134,6 +140,7 @@ NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t stream, uint32_t gr
     }
   if (p.trigger == 1) pdl_trigger();
   STAMP(3)
+  if (!ONE) __syncthreads();
   // A row's sums have the same order whatever rows are beside it.
 #pragma unroll 1
   for (uint32_t r0 = 0; r0 < (ONE ? 1 : p.r); r0 += kBatch) {
@@ -142,7 +149,7 @@ NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t stream, uint32_t gr
     for (uint32_t b = 0; b < kBatch; b++) {
       uint4 x = next_x[b];
       const uint4 y = next_y[b];
-      const float inject = next_inject[b];
+      const float inject = ONE ? next_inject[b] : injects[min(r0 + b, p.r - 1)];
       if (mine) {
         if (p.y) {
 #pragma unroll
@@ -232,6 +239,7 @@ static constexpr int kUpTiles = 6;
 static constexpr int kChunks = 5;
 static constexpr int kUpThreads = 384;
 static_assert(kUpThreads == 64 * kUpTiles);
+static constexpr int kBlocks = 8;  // of a cluster, with several rows
 
 // Eight weights as BF16 pairs in order of k; E4M3 as their value times 2^-120 (see e4m3x4_bf16).
 template <bool FP8>
@@ -278,7 +286,38 @@ struct Rows {
   }
 };
 
-// MOST: rows at most, 1 or 8; the arithmetic is the same.
+// ---- clusters ----
+
+NINFER_DEVICE uint32_t cluster_rank() {
+  uint32_t r;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  return r;
+}
+// The same place of another block's shared memory.
+NINFER_DEVICE uint32_t in_block(uint32_t at, uint32_t rank) {
+  uint32_t r;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(at), "r"(rank));
+  return r;
+}
+// Stores a word in a block of the cluster and counts its bytes in that block's barrier.
+NINFER_DEVICE void send(uint32_t at, uint32_t v, uint32_t bar) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(at), "r"(v), "r"(bar) : "memory");
+}
+// Waits for what send announces.
+NINFER_DEVICE void mbar_wait_cluster(uint32_t bar, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finished;\n"
+      "bra again;\n"
+      "finished:\n"
+      "}\n" ::"r"(bar), "r"(parity) : "memory");
+}
+
+// MOST: rows at most, 1 or 8; the arithmetic is the same. With several rows each of the eight blocks of a cluster makes the operand of one row and
+// sends it to the others, since the partial sums of all rows are too much for each block to read.
 template <bool FP8, uint32_t MOST>
 NINFER_DEVICE void up_columns(const HcUpParams& p) {
   constexpr bool ONE = MOST == 1;
@@ -286,16 +325,22 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const uint32_t first = share_start(p.h, gridDim.x, blockIdx.x), columns = share_start(p.h, gridDim.x, blockIdx.x + 1) - first;
   const uint32_t row_bytes = (FP8 ? 1 : 2) * p.l, run = columns * row_bytes, run_pitch = ((run + 127) & ~127u) + (FP8 ? 32 : 64);
-  const uint32_t bar = smem_addr(smem), weights = bar + 128, opitch = 2 * p.l + 64, operand = weights + 4 * run_pitch;
+  const uint32_t bar = smem_addr(smem), arrived = bar + 8, weights = bar + 128, opitch = 2 * p.l + 64, operand = weights + 4 * run_pitch;
+  const uint32_t rank = ONE ? 0 : cluster_rank();
   __shared__ float sums[2][MOST][kUpTiles * 16];
+  __shared__ float squares[4 * MOST];  // of several rows
 
   STAMP_BEGIN(130 + FP8)
   if (threadIdx.x == 0) {
     mbar_init(bar, 1);
+    if (!ONE) mbar_init(arrived, 1);
     mbar_fence_init();
+    if (!ONE) asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     mbar_expect(bar, 4 * run);
+    if (!ONE) mbar_expect(arrived, p.r * p.l * 4);
   }
   __syncthreads();
+  if (!ONE) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   if (warp < 4 && lane == 0) bulk_load(weights + warp * run_pitch, (const uint8_t*)p.up + ((uint64_t)warp * p.h + first) * row_bytes, run, bar, policy_evict_first());
   // In the end thread 96 i + 4 c + s has rows i and i + 4, column c, stream s.
   const uint32_t of = threadIdx.x / (kUpTiles * 16), place = threadIdx.x % (kUpTiles * 16), own = place % 4;
@@ -307,6 +352,7 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
     if (FP8) scale = E4M3_UNDO * row_scale(p.up_scale, p.scale_f32, row);
   }
   if (p.trigger == 0) pdl_trigger();
+  if (!ONE) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
   STAMP(1)
   pdl_wait();
   if (p.trigger == 2) pdl_trigger();
@@ -320,46 +366,62 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
   const uint32_t tile = warp / 2, column = tile * 4 + g / 4;
   const uint32_t lo_at = weights + g % 4 * run_pitch + (column < columns ? column : 0) * row_bytes;
   const Rows<FP8> rows(lo_at, lo_at + (column + 2 < columns ? 2 * row_bytes : 0), warp % 2 * kChunks * 32, p.l);
-  uint4 part[MOST];
-  float square[MOST], own_square[kPasses] = {}, own_x[kPasses] = {};
-#pragma unroll
-  for (uint32_t i = 0; i < MOST; i++)
-    if (ONE || i < p.r) {
-      part[i] = make_uint4(0, 0, 0, 0);
-      if (4 * u < width) part[i] = ldg_l2(p.partial + ((uint64_t)i * 4 + s) * width + 4 * u);
-      square[i] = ldg_l2_f32(p.square + i * 4 + s);
-    }
+  // The row whose operand this block makes.
+  const bool makes = ONE || rank < p.r;
+  uint4 part = make_uint4(0, 0, 0, 0);
+  float square = 0, own_square[kPasses] = {}, own_x[kPasses] = {};
+  if (makes) {
+    if (4 * u < width) part = ldg_l2(p.partial + ((uint64_t)rank * 4 + s) * width + 4 * u);
+    if (ONE) square = ldg_l2_f32(p.square + s);
+  }
+  if (!ONE && warp == kUpThreads / 32 - 1 && lane < 4 * p.r) squares[lane] = ldg_l2_f32(p.square + lane);
 #pragma unroll
   for (uint32_t j = 0; j < kPasses; j++)
-    if (mine && of + 4 * j < p.r) own_square[j] = ldg_l2_f32(p.square + (of + 4 * j) * 4 + own), own_x[j] = ldg_l2_bf16(p.x + (uint64_t)(of + 4 * j) * 4 * p.h + row);
+    if (mine && of + 4 * j < p.r) {
+      if (ONE) own_square[j] = ldg_l2_f32(p.square + own);
+      own_x[j] = ldg_l2_bf16(p.x + (uint64_t)(of + 4 * j) * 4 * p.h + row);
+    }
   mbar_wait(bar, 0);
   uint4 lo[kChunks], hi[kChunks];
   if (ONE)
 #pragma unroll
     for (int c = 0; c < kChunks; c++) rows.read(c, lo[c], hi[c]);
-#pragma unroll
-  for (uint32_t i = 0; i < MOST; i++) {
-    if (!ONE && i >= p.r) break;
-    const float f = rsqrtf(fmaf(square[i], per_h, kEps));
-    const uint4 v = part[i];
+  if (!ONE) __syncthreads();
+  if (makes) {
+    if (!ONE) square = squares[4 * rank + s];
+    const float f = rsqrtf(fmaf(square, per_h, kEps));
+    const uint4 v = part;
     float a = __uint_as_float(s & 1 ? v.y : v.x), b = __uint_as_float(s & 1 ? v.w : v.z);
     a = fmaf(f, a, __shfl_xor_sync(~0u, f * __uint_as_float(s & 1 ? v.x : v.y), 1));
     b = fmaf(f, b, __shfl_xor_sync(~0u, f * __uint_as_float(s & 1 ? v.z : v.w), 1));
     float d = s & 2 ? b : a;
     d = 0.25f * (d + __shfl_xor_sync(~0u, s & 2 ? a : b, 2));
     const float e = sigmoid(d);
-    if (inject) {
-      if (4 * u < width && p.inject && blockIdx.x == 0) p.inject[i * 4 + s] = 2.0f * e;
+    const float low = (FP8 ? E4M3_UNDO : 1.0f) * (d * e), high = __bfloat162float(__float2bfloat16_rn(low));
+    if (ONE) {
+      if (!inject) {
+        bf16* to = (bf16*)(smem + (operand - bar)) + 4 * u + s;
+        to[0] = __float2bfloat16_rn(low);
+        to[opitch / 2] = __float2bfloat16_rn(low - high);
+      }
     } else {
-      const float low = (FP8 ? E4M3_UNDO : 1.0f) * (d * e), high = __bfloat162float(__float2bfloat16_rn(low));
-      bf16* to = (bf16*)(smem + (operand - bar)) + 4 * u + s;
-      to[2 * i * (opitch / 2)] = __float2bfloat16_rn(low);
-      to[(2 * i + 1) * (opitch / 2)] = __float2bfloat16_rn(low - high);
+      // even threads send the high parts of two values, odd ones the low parts
+      const float other = __shfl_xor_sync(~0u, s & 1 ? low : low - high, 1);
+      if (!inject) {
+        const uint32_t word = s & 1 ? pack_bf16(other, low - high) : pack_bf16(low, other);
+        const uint32_t to = operand + (2 * rank + (s & 1)) * opitch + (4 * u + (s & 2)) * 2;
+#pragma unroll
+        for (uint32_t i = 0; i < kBlocks; i++) send(in_block(to, i), word, in_block(arrived, i));
+      }
     }
+    if (inject && 4 * u < width && p.inject && blockIdx.x / kBlocks == 0 && (!ONE || blockIdx.x == 0)) p.inject[rank * 4 + s] = 2.0f * e;
   }
   if (p.trigger == 1) pdl_trigger();
   STAMP(3)
-  __syncthreads();
+  if (ONE)
+    __syncthreads();
+  else
+    mbar_wait_cluster(arrived, 0);
   STAMP(4)
   if (tile * 4 < columns) {
     float a[kPasses][4] = {}, b[kPasses][4] = {};
@@ -386,7 +448,7 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
     const uint32_t r = of + 4 * j;
     if (r >= p.r) break;  // whole warps
     const float sum = mine ? sums[0][r][place] + sums[1][r][place] : 0.0f;
-    const float normed = rsqrtf(fmaf(own_square[j], per_h, kEps)) * own_x[j] * norm;
+    const float normed = rsqrtf(fmaf(ONE ? own_square[j] : squares[mine ? 4 * r + own : 0], per_h, kEps)) * own_x[j] * norm;
     float v = __fmul_rn(sigmoid(scale * sum), normed);
     v += __shfl_xor_sync(~0u, v, 1);
     v += __shfl_xor_sync(~0u, v, 2);
@@ -397,5 +459,8 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
 
 NINFER_KERNEL(hc_up_mix_bf16, HcUpParams, kUpThreads, 2) { up_columns<false, 1>(p); }
 NINFER_KERNEL(hc_up_mix_e4m3, HcUpParams, kUpThreads, 2) { up_columns<true, 1>(p); }
+#define CLUSTER(name) extern "C" __global__ void __cluster_dims__(kBlocks, 1, 1) name(const __grid_constant__ HcUpParams p);
+CLUSTER(hc_up_mix_rows_bf16)
+CLUSTER(hc_up_mix_rows_e4m3)
 NINFER_KERNEL(hc_up_mix_rows_bf16, HcUpParams, kUpThreads, 2) { up_columns<false, 8>(p); }
 NINFER_KERNEL(hc_up_mix_rows_e4m3, HcUpParams, kUpThreads, 2) { up_columns<true, 8>(p); }

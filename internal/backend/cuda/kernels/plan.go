@@ -58,7 +58,7 @@ type Tuning struct {
 type Variant int
 
 // The variants: 10 warps with 9 KB each on their way, 8 with 12, 10 with 18, which takes an SM for itself, 8 with 4 where shared memory
-// is short, and 10 with 6 for several rows, whose activations need room. Auto chooses.
+// is short, and 10 with 6 where the activations of many rows would leave no room for a second block. Auto chooses.
 const (
 	Auto Variant = iota
 	Ten
@@ -142,7 +142,7 @@ func (l Limits) gemv(f Format, r, k uint32, parts []Part, bf16From int, t Tuning
 			}
 			return l.gemv(f, r, k, parts, bf16From, t, auto)
 		}
-		if auto && t.Variant == Ten && r > 1 { // as many warps as for one row: the same sums, and more room for the kernels before and after
+		if auto && t.Variant == Ten && plan.Shared > l.Half() { // as many warps as for fewer rows: the same sums
 			t.Variant = Shallow
 			return l.gemv(f, r, k, parts, bf16From, t, auto)
 		}
@@ -190,6 +190,7 @@ const (
 	maxRank     = 320
 	downRows    = 10 // rows of a block of hc_down
 	upColumns   = 24 // columns of a block of hc_up_mix
+	upCluster   = 8  // blocks that share the work before the product, with several rows
 	routerUnits = 7  // pairs of rows of a block of the router
 )
 
@@ -235,6 +236,9 @@ func (l Limits) HcUp(fp8 bool, r, h, low uint32) (Plan, HcUpParams, error) {
 		return Plan{}, p, fmt.Errorf("cuda: no hyper-connection plan for %d rows of %d, rank %d", r, h, low)
 	}
 	plan := Plan{Kernel: pick(r, HcUpMixBf16, HcUpMixRowsBf16), Grid: max(min(l.SMs, h), (h+upColumns-1)/upColumns)}
+	if r > 1 { // in clusters
+		plan.Grid = max(min(l.SMs, h)/upCluster, (h+upCluster*upColumns-1)/(upCluster*upColumns)) * upCluster
+	}
 	bytes := 2 * low
 	if fp8 {
 		plan.Kernel, bytes = pick(r, HcUpMixE4m3, HcUpMixRowsE4m3), low
