@@ -130,6 +130,7 @@ type image struct {
 	carried int     // rows waiting for the drafter
 	first   int     // the first of them in the plane
 	keep    int     // recorded rows that the next pass folds
+	from    int     // the first of them in the ring of delta-net matrices
 	chained int     // draft rows appended since the last target pass
 	drafted bool
 	stood   [3]int32
@@ -241,7 +242,7 @@ func (d *Device) reserve(c *driver.Context) (err error) {
 			}
 		}
 		if s.Kind == backend.Fixed {
-			if p.records, err = d.alloc(c, "records of "+s.Name, uint64(d.opt.Lanes*d.opt.Verify*recorded(s))*max(p.element, recordBytes(s))); err != nil {
+			if p.records, err = d.alloc(c, "records of "+s.Name, uint64(d.opt.Lanes*d.records(s)*recorded(s))*max(p.element, recordBytes(s))); err != nil {
 				return err
 			}
 		}
@@ -287,6 +288,17 @@ func recordBytes(s backend.State) uint64 {
 	}
 	return 2
 }
+
+// records is for how many rows of a lane there are records. Those of a delta-net matrix are a ring: a pass leaves its own behind those that it
+// brings the matrix forward by.
+func (d *Device) records(s backend.State) int {
+	if s.Store == backend.StoreMatrix {
+		return d.recordRing()
+	}
+	return d.opt.Verify
+}
+
+func (d *Device) recordRing() int { return 2 * max(1, d.opt.Verify) }
 
 // recorded is the number of values that a Verify pass leaves for one row of a Fixed state: of a window its input, of a delta-net matrix
 // for each head the decay, the key and the correction.
@@ -400,7 +412,7 @@ func (img *image) folded() []int32 {
 func (d *Device) flush(c *driver.Context, slot int) error {
 	img := &d.images[slot]
 	if img.keep > 0 {
-		l := kernels.Lane{Slot: uint32(slot), Fold: uint32(img.keep)}
+		l := kernels.Lane{Slot: uint32(slot), Fold: uint32(img.keep), Deep: uint32(img.keep), From: uint32(img.from)}
 		if err := c.ToDevice(d.stream, d.spare, bytesOf(&l)); err != nil {
 			return err
 		}
@@ -414,7 +426,7 @@ func (d *Device) flush(c *driver.Context, slot int) error {
 		}
 		img.history = img.folded()
 	}
-	img.keep, img.recorded, img.verify = 0, nil, nil
+	img.keep, img.from, img.recorded, img.verify = 0, 0, nil, nil
 	img.chained, img.drafted = 0, false
 	return nil
 }

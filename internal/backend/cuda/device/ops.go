@@ -266,7 +266,7 @@ func (s *step) prepareGDN(c *driver.Context, op backend.GDN) (func(*pass) error,
 	delta := kernels.DeltaParams{
 		Lanes: s.lanes, Qkv: convolved, Z: z, A: a, B: b, Alog: l.vector(w.ALog), Dt: l.vector(w.DtBias), Norm: l.vector(w.Norm),
 		State: d.states[op.Matrix].at, Records: d.states[op.Matrix].records, Out: gated,
-		HalfState: half, KeyHeads: uint32(w.KeyHeads), Heads: uint32(w.ValueHeads), Dim: uint32(w.Dim), Verify: uint32(d.opt.Verify), Eps: float32(w.Eps),
+		HalfState: half, KeyHeads: uint32(w.KeyHeads), Heads: uint32(w.ValueHeads), Dim: uint32(w.Dim), Verify: uint32(d.opt.Verify), Ring: uint32(d.recordRing()), Eps: float32(w.Eps),
 	}
 	quarters := w.Dim == 128 && w.Taps == 4 && !d.opt.Plain && l.err == nil && projects(d, vd, []kernels.Part{out})
 	if quarters {
@@ -366,16 +366,16 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 		part(l.matrix(w.Key), key, kw, 0, 0), part(l.matrix(w.Value), value, kw, 0, 0), part(l.matrix(w.Index), index, iw, 0, 0),
 	}
 	units := 2*w.KVHeads + 1
-	fill := func(p *pass) error {
-		if err := p.gemv(s.bufs[op.In], 2, h, len(p.rows), parts...); err != nil {
-			return err
-		}
-		return start(p, kernels.Prep, units, len(p.rows), 1, 0, &prep)
-	}
+	fill := func(p *pass) error { return p.gemv(s.bufs[op.In], 2, h, len(p.rows), parts...) }
 	if op.AppendOnly {
-		return fill, l.err
+		return func(p *pass) error {
+			if err := fill(p); err != nil {
+				return err
+			}
+			return start(p, kernels.Prep, units, len(p.rows), 1, 0, &prep)
+		}, l.err
 	}
-	units += w.Heads + w.IndexHeads
+	units += w.Heads
 	longest := (w.Blocks*w.Ratio + w.Ratio - 1 + 3) / 4 * 4
 	prep.Append = 0
 	prep.Qg, prep.QNorm, prep.IqNorm = l.rows("query and gate", 4*qw), l.vector(w.QueryNorm), l.vector(w.IndexQueryNorm)
@@ -401,7 +401,8 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 	}
 	merge := kernels.MergeParams{Qg: prep.Qg, Out: l.rows("attended", 2*qw), Heads: prep.Heads, Hd: prep.Hd, Splits: splits}
 	out := part(l.matrix(w.Out), s.bufs[op.Out], w.Out.N, 0, 0)
-	scorers, scorer := max(1, min(64, tiles(blocks, 8))), kernels.Score
+	scores := blocks > w.Blocks // some rows choose among their blocks
+	beside := scores && !d.opt.Plain && w.IndexDim == 128 && w.IndexHeads == 4 && w.Rotary.Dim <= 128
 	grouped := !d.opt.Plain && w.HeadDim == 256 && w.Heads/w.KVHeads <= 16
 	attender := kernels.AttendGroup
 	if fp8 {
@@ -409,9 +410,6 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 	}
 	var group kernels.AttendGroupParams
 	var join kernels.MergeGroupParams
-	if !d.opt.Plain && w.IndexDim == 128 && w.IndexHeads == 4 {
-		scorers, scorer = max(1, min(2*d.owner.Device().SMs, tiles(blocks, 16))), kernels.ScoreKeys
-	}
 	if grouped {
 		group = kernels.AttendGroupParams{
 			Q: prep.Q, List: choose.List, Count: choose.Count, Heads: prep.Heads, Kv: prep.Kv,
@@ -435,9 +433,20 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 		if err := fill(p); err != nil {
 			return err
 		}
-		if blocks > w.Blocks {
-			if err := start(p, scorer, scorers, len(p.rows), 1, 0, &score); err != nil {
+		if beside {
+			both := kernels.PrepScoreParams{Prep: prep, Score: score, Units: uint32(units)}
+			scorers := min(2*d.owner.Device().SMs, tiles(blocks, 16))
+			if err := start(p, kernels.PrepScore, units+scorers, len(p.rows), 1, 0, &both); err != nil {
 				return err
+			}
+		} else {
+			if err := start(p, kernels.Prep, units+w.IndexHeads, len(p.rows), 1, 0, &prep); err != nil {
+				return err
+			}
+			if scores {
+				if err := start(p, kernels.Score, max(1, min(64, tiles(blocks, 8))), len(p.rows), 1, 0, &score); err != nil {
+					return err
+				}
 			}
 		}
 		if err := start(p, kernels.SelectBlocks, segments, len(p.rows), 1, 0, &choose); err != nil {

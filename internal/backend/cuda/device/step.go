@@ -308,7 +308,7 @@ func (p *pass) begin(ctl *backend.Control) error {
 			if s.carries && img.carried+n > d.opt.Carry {
 				return fmt.Errorf("lane %d: %d rows on top of %d carried, room for %d", in.Lane, n, img.carried, d.opt.Carry)
 			}
-			l.Fold = uint32(img.keep)
+			l.Fold, l.Deep, l.From = uint32(img.keep), uint32(img.keep), uint32(img.from)
 			if shape.Kind == backend.Verify {
 				l.Record = 1
 			}
@@ -385,7 +385,7 @@ func (p *pass) launch(depth int) error {
 				if err := d.flush(c, int(l.Slot)); err != nil {
 					return err
 				}
-				l.Fold = 0
+				l.Fold, l.Deep, l.From = 0, 0, 0
 			}
 			if s.carries {
 				if img.first+img.carried+int(l.Rows) > d.opt.Carry {
@@ -558,6 +558,7 @@ func (p *pass) end() {
 			img.history = img.folded()
 		}
 		img.keep, img.recorded, img.verify = 0, img.recorded[:0], nil
+		img.from = int(l.From+l.Fold) % d.recordRing()
 		img.chained, img.drafted = 0, false
 		img.length += n
 		if s.carries {

@@ -1,6 +1,5 @@
 // Attention of few rows over selected tokens, for the shapes of real models: index heads of 128, heads of 256, up to sixteen queries a key.
 //
-//   score_keys     index scores of complete blocks, half a warp a key. Grid: any, row.
 //   attend_group   a split of a row's attention for all queries of a key head: tensor instructions, scores and sums in FP32, weights as a
 //                  BF16 part and what that leaves. attend_group_fp8: keys and values are E4M3 with a scale. Grid: key head, row, split.
 //   merge_group    all splits of a head, times the output gate. Grid: head, row, quarter of the head.
@@ -17,62 +16,6 @@
 DEVICE uint32_t attended(const Row& row, uint32_t ratio, uint32_t most) {
   const uint32_t visible = row.at + 1, n = visible / ratio;
   return n <= most ? visible : most * ratio + visible % ratio;
-}
-
-// FOUR: blocks of four tokens, so that the sixteen keys of a turn are those of one page.
-template <bool FOUR>
-DEVICE void score_for(const ScoreParams& p) {
-  const uint32_t r = blockIdx.y, lane = threadIdx.x % 32, l = lane % 16;
-  const Row row = p.rows[r];
-  const uint32_t n = (row.at + 1) / p.ratio, old = (row.at - row.index) / p.ratio;  // blocks that earlier passes have completed
-  if (n <= p.most) {
-    pdl();
-    return;
-  }
-  const uint32_t* pages = p.pages + (uint64_t)row.slot * p.pages_ld;
-  const Blocks blocks(p.ratio);
-  const bf16* keys = p.keys + l * 8;
-  const uint32_t step = gridDim.x * 16;
-  // A block's page is asked for a turn before its key.
-  auto page_of = [&](uint32_t b) { return b < n ? pages[FOUR ? b / 16 : blocks.last(b) / kPage] : 0; };
-  const uint32_t mine = threadIdx.x / 16;
-  auto fetch = [&](uint32_t b, uint32_t end, uint32_t page) {
-    return b < end ? __ldcg((const uint4*)(keys + (FOUR ? (uint64_t)page * 16 + mine : blocks.row(page, b)) * 128)) : make_uint4(0, 0, 0, 0);
-  };
-  uint32_t first = blockIdx.x * 16 + threadIdx.x / 32 * 2;  // the same in both halves of a warp
-  uint32_t page = page_of(first + lane / 16), later = page_of(first + step + lane / 16);
-  uint4 next = fetch(first + lane / 16, old, page);
-  pdl();
-  if (first + lane / 16 >= old) next = fetch(first + lane / 16, n, page);
-  float q[4][8];
-#pragma unroll
-  for (int h = 0; h < 4; h++) {
-    const uint4 v = __ldcg((const uint4*)(p.iq + ((uint64_t)r * 4 + h) * 128 + l * 8));
-    q[h][0] = lo(v.x), q[h][1] = hi(v.x), q[h][2] = lo(v.y), q[h][3] = hi(v.y), q[h][4] = lo(v.z), q[h][5] = hi(v.z), q[h][6] = lo(v.w), q[h][7] = hi(v.w);
-  }
-  const float scale = 1.0f / sqrtf(128.0f);
-  for (; first < n; first += step) {
-    const uint4 v = next;
-    page = later, later = page_of(first + 2 * step + lane / 16);
-    next = fetch(first + step + lane / 16, n, page);
-    const float k[8] = {lo(v.x), hi(v.x), lo(v.y), hi(v.y), lo(v.z), hi(v.z), lo(v.w), hi(v.w)};
-    float sum = 0.0f;
-#pragma unroll
-    for (int h = 0; h < 4; h++) {
-      float s = 0.0f;
-#pragma unroll
-      for (int i = 0; i < 8; i++) s = fmaf(k[i], q[h][i], s);
-#pragma unroll
-      for (int o = 8; o; o >>= 1) s += __shfl_xor_sync(~0u, s, o);
-      sum += fmaxf(s, 0.0f);
-    }
-    if (l == 0 && first + lane / 16 < n) p.scores[(uint64_t)r * p.blocks + first + lane / 16] = sum * scale;
-  }
-}
-
-NINFER_KERNEL(score_keys, ScoreParams, 256, 2) {
-  if (p.ratio == 4) score_for<true>(p);
-  else score_for<false>(p);
 }
 
 NINFER_KERNEL(select_blocks, SelectParams, 1024, 1) {

@@ -1,14 +1,14 @@
 // Sequence blocks: convolution windows, the delta rule, attention with its indexer, routing.
 //
 // A lane's fixed states (windows, delta matrices) are brought forward by the recorded rows of its last verify pass before anything
-// else (fold), and a verify pass records its rows instead of writing the states. With no rows these kernels fold only.
+// else (fold), and a verify pass records its rows instead of writing the states. With no rows these kernels fold only. A decoding step
+// records for the matrices too: written when they are read the next time, before the wait, they keep nobody waiting.
 //
 //   conv       depthwise causal convolution, thread a channel. Grid: channels/256, lane.
 //   delta      gated delta rule and gated norm, block a value head; S in shared memory. Grid: head, lane.
 //   delta_quarters  convolution of four taps and the same for heads of 128, a quarter of a head's columns a block, S in registers and there before the wait; the norm's
 //              factor is left to the next product (project.cu). Grid: head, lane, quarter.
 //   delta_turns  the same for many lanes of a row each. Grid: head, lanes at a time, quarter.
-//   prep       norms and rotation of queries and keys, append to the planes, index key of a block that a row completes. Grid: head, row.
 //   score      index scores of complete blocks. Grid: any, row.
 //   attend     part of a row's attention. Grid: head, row, split. merge: all of it, times the output gate. Grid: head, row.
 //   route      best experts, ties to the lower, and their weights; one warp. Grid: row.
@@ -74,6 +74,11 @@ NINFER_KERNEL(conv, ConvParams, 256, 1) {
 
 static constexpr int kDelta = 512;
 
+// A lane's record of a head: i counts from the first to be brought forward, behind which a pass leaves its own.
+DEVICE float* record_of(const DeltaParams& p, const Lane& lane, uint32_t head, uint32_t i) {
+  return p.records + (((uint64_t)lane.slot * p.ring + (lane.from + i) % p.ring) * p.heads + head) * (1 + 2 * p.dim);
+}
+
 NINFER_KERNEL(delta, DeltaParams, kDelta, 1) {
   __shared__ float shared[33];
   pdl();
@@ -88,21 +93,21 @@ NINFER_KERNEL(delta, DeltaParams, kDelta, 1) {
     if (p.half_state) ((bf16*)p.state)[state + i] = to_bf16(v);
     else ((float*)p.state)[state + i] = v;
   };
-  const uint32_t size = 1 + 2 * dim;
-  float* records = p.records + ((uint64_t)lane.slot * p.verify * p.heads + head) * size;
+  auto record = [&](uint32_t i) { return record_of(p, lane, head, i); };
+  const bool leave = lane.record || lane.lazy;
   for (uint32_t i = t; i < dim * dim; i += kDelta) S[i] = p.half_state ? from_bf16(((const bf16*)p.state)[state + i]) : ((const float*)p.state)[state + i];
   __syncthreads();
-  for (uint32_t f = 0; f < lane.fold; f++) {
-    const float* rec = records + (uint64_t)f * p.heads * size;
+  for (uint32_t f = 0; f < lane.deep; f++) {
+    const float* rec = record(f);
     if (on)
       for (uint32_t i = i0; i < i1; i++) S[i * dim + j] = fmaf(rec[1 + i], rec[1 + dim + j], __fmul_rn(S[i * dim + j], rec[0]));
     __syncthreads();
   }
-  if (lane.fold && p.half_state) {  // as if it had been kept and read again
+  if (lane.deep && p.half_state) {  // as if it had been kept and read again
     for (uint32_t i = t; i < dim * dim; i += kDelta) S[i] = round_bf16(S[i]);
     __syncthreads();
   }
-  if (lane.fold && lane.record)
+  if (lane.deep && leave)
     for (uint32_t i = t; i < dim * dim; i += kDelta) put(i, S[i]);
   const float rate = -expf(p.alog[head]);
   for (uint32_t row = lane.first; row < lane.first + lane.rows; row++) {
@@ -135,8 +140,8 @@ NINFER_KERNEL(delta, DeltaParams, kDelta, 1) {
       }
       sums[part * dim + j] = o;
     }
-    if (lane.record) {
-      float* rec = records + (uint64_t)(row - lane.first) * p.heads * size;
+    if (leave) {
+      float* rec = record(lane.deep + row - lane.first);
       if (t == 0) rec[0] = decay;
       if (t < dim) rec[1 + t] = k[t], rec[1 + dim + t] = d[t];
     }
@@ -148,7 +153,7 @@ NINFER_KERNEL(delta, DeltaParams, kDelta, 1) {
       p.out[at] = round_bf16(o * p.norm[t] * sigmoid(from_bf16(p.z[at]))) * scale;
     }
   }
-  if (!lane.record) {
+  if (!leave) {
     __syncthreads();
     for (uint32_t i = t; i < dim * dim; i += kDelta) put(i, S[i]);
   }
@@ -187,8 +192,7 @@ NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 1) {
   const uint32_t t = threadIdx.x, warp = t / 32, c4 = t % 8, i0 = t / 8 * 8, j0 = quarter * 32 + c4 * 4;  // keys i0..i0+7, columns j0..j0+3
   const Lane lane = p.lanes[blockIdx.y];
   const uint64_t state = ((uint64_t)lane.slot * p.heads + head) * D * D + i0 * D + j0;
-  const uint32_t size = 1 + 2 * D;
-  float* records = p.records + ((uint64_t)lane.slot * p.verify * p.heads + head) * size;
+  const bool leave = lane.record || lane.lazy;
   if (p.trigger == 0) pdl_trigger();
   // State and records are a step old, the rest constant: here before the wait.
   float S[8][4];
@@ -216,15 +220,15 @@ NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 1) {
   // Records of a verify pass, what a quarter needs of them, all of them at once.
   constexpr uint32_t kHeld = 8, kPart = 1 + D + 32;
   __shared__ float held[kHeld][kPart];
-  if (lane.fold) {
-    for (uint32_t i = t; i < min(lane.fold, kHeld) * kPart; i += kQuarter) {
+  if (lane.deep) {
+    for (uint32_t i = t; i < min(lane.deep, kHeld) * kPart; i += kQuarter) {
       const uint32_t f = i / kPart, at = i % kPart;
-      held[f][at] = records[(uint64_t)f * p.heads * size + at + (at > D ? quarter * 32 : 0)];
+      held[f][at] = record_of(p, lane, head, f)[at + (at > D ? quarter * 32 : 0)];
     }
     __syncthreads();
   }
-  for (uint32_t f = 0; f < lane.fold; f++) {
-    const float* rec = f < kHeld ? held[f] : records + (uint64_t)f * p.heads * size;
+  for (uint32_t f = 0; f < lane.deep; f++) {
+    const float* rec = f < kHeld ? held[f] : record_of(p, lane, head, f);
     const uint32_t column = f < kHeld ? c4 * 4 : j0;
     const float decay = rec[0];
 #pragma unroll
@@ -234,11 +238,12 @@ NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 1) {
       for (int j = 0; j < 4; j++) S[i][j] = fmaf(k, rec[1 + D + column + j], __fmul_rn(S[i][j], decay));
     }
   }
-  if (lane.fold && p.half_state)  // as if it had been kept and read again
+  if (lane.deep && p.half_state)  // as if it had been kept and read again
 #pragma unroll
     for (int i = 0; i < 8; i++)
 #pragma unroll
       for (int j = 0; j < 4; j++) S[i][j] = round_bf16(S[i][j]);
+  if (lane.deep && leave) put();  // long before the kernel ends, which waits for it
   // The convolution's channels of this thread: of query, key, and for the first warp of value.
   const uint32_t channel[3] = {head / group * D + t, (p.key_heads + head / group) * D + t, (2 * p.key_heads + head) * D + quarter * 32 + t % 32};
   float past[3][3], tap[3][4];
@@ -260,7 +265,6 @@ NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 1) {
   for (int j = 0; j < 4; j++) norm[j] = p.norm[j0 + j];
   pdl_wait();
   if (p.trigger == 1) pdl_trigger();
-  if (lane.fold && lane.record) put();
   bf16 next[3], next_a, next_b;  // of the row to come, asked for while the one before is worked on
   uint2 next_z;
   auto ask = [&](uint32_t row) {
@@ -314,15 +318,15 @@ NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 1) {
     if (t % 32 < 8)
 #pragma unroll
       for (int j = 0; j < 4; j++) sums[warp][c4][j] = u[j], sums[warp][c4][4 + j] = w[j];
-    if (lane.record) {
-      float* rec = records + (uint64_t)(row - lane.first) * p.heads * size;
-      // The old records' keys and decays are read by all quarters, so the one that starts last writes the new ones.
-      if (quarter == 3) rec[1 + t] = kv * ks;
-      if (quarter == 3 && t == 0) rec[0] = decay;
+    float* rec = record_of(p, lane, head, lane.deep + row - lane.first);
+    if (leave && quarter == 0) {
+      rec[1 + t] = kv * ks;
+      if (t == 0) rec[0] = decay;
     }
     __syncthreads();
     float d[4], o[4];
     float square = corrected(sums, c4, raw[2] + c4 * 4, beta, decay, dot, d, o);
+    if (!leave || row + 1 < lane.first + lane.rows)
 #pragma unroll
     for (int i = 0; i < 8; i++)
 #pragma unroll
@@ -333,14 +337,12 @@ NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 1) {
       square += __shfl_xor_sync(0xffu, square, 4);
       if (t == 0) p.squares[((uint64_t)row * p.heads + head) * 4 + quarter] = square;
       *(uint2*)(p.gated + out) = gate4(o, norm, z2);
-      if (lane.record) {
-        float* rec = records + (uint64_t)(row - lane.first) * p.heads * size;
+      if (leave)
 #pragma unroll
         for (int j = 0; j < 4; j++) rec[1 + D + j0 + j] = d[j];
-      }
     }
   }
-  if (!lane.record) put();
+  if (!leave) put();
 }
 
 // The same for lanes of one row each that are not recorded, more of them than fit on the GPU at once. A block keeps head and quarter and goes
@@ -349,14 +351,18 @@ NINFER_KERNEL(delta_turns, DeltaParams, kQuarter, 3) {
   constexpr uint32_t D = 128, W = 288;  // channels of a quarter: of query, key and value
   __shared__ __align__(16) uint8_t kept[D * 32 * 4];
   __shared__ __align__(16) bf16 inputs[2][4 * W + 32];  // three rows of the window, the new one; z
-  __shared__ float raw[3][D], parts[4][3], sums[4][8][8];
+  __shared__ float raw[3][D], parts[4][3], sums[4][8][8], held[2][1 + D + 32];  // the lanes' first records
   const uint32_t head = blockIdx.x, quarter = blockIdx.z, group = p.heads / p.key_heads, c = (2 * p.key_heads + p.heads) * D;
   const uint32_t t = threadIdx.x, warp = t / 32, c4 = t % 8, i0 = t / 8 * 8, j0 = quarter * 32 + c4 * 4;
-  const uint32_t element = p.half_state ? 2 : 4, size = 1 + 2 * D;
+  const uint32_t element = p.half_state ? 2 : 4;
   const uint32_t slots = (uint32_t)__cvta_generic_to_shared(kept), ins = (uint32_t)__cvta_generic_to_shared(inputs);
   auto state_of = [&](const Lane& lane) { return (uint8_t*)p.state + (((uint64_t)lane.slot * p.heads + head) * D * D + i0 * D + j0) * element; };
-  auto ask_state = [&](const Lane& lane) {
+  auto ask_state = [&](const Lane& lane, uint32_t buffer) {
     const uint8_t* from = state_of(lane);
+    for (uint32_t i = t; i < 1 + D + 32 && lane.deep; i += kQuarter)
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"((uint32_t)__cvta_generic_to_shared(&held[buffer][i])),
+                   "l"(record_of(p, lane, head, 0) + i + (i > D ? quarter * 32 : 0))
+                   : "memory");
 #pragma unroll
     for (int i = 0; i < 8; i++) {  // a thread's own values, which nobody else reads
       const uint32_t to = slots + (i * kQuarter + t) * 16;
@@ -380,7 +386,7 @@ NINFER_KERNEL(delta_turns, DeltaParams, kQuarter, 3) {
   uint32_t n = blockIdx.y, buffer = 0;
   Lane lane = p.lanes[n];
   if (p.trigger == 0) pdl_trigger();
-  ask_state(lane);
+  ask_state(lane, 0);
   ask_inputs(lane, 0, true, false);
   float tap[3][4];
 #pragma unroll
@@ -428,29 +434,44 @@ NINFER_KERNEL(delta_turns, DeltaParams, kQuarter, 3) {
     if (t < 32) raw[2][t] = convolved[2];
     const float qq = warp_sum(qv * qv), kk = warp_sum(kv * kv), qk = warp_sum(qv * kv);
     if (t % 32 == 0) parts[warp][0] = qq, parts[warp][1] = kk, parts[warp][2] = qk;
-    for (uint32_t f = 0; f < lane.fold; f++) {
-      const float* rec = p.records + (((uint64_t)lane.slot * p.verify + f) * p.heads + head) * size;
+    for (uint32_t f = 0; f < lane.deep; f++) {
+      const float* rec = f == 0 ? held[buffer] : record_of(p, lane, head, f);
+      const uint32_t column = f == 0 ? c4 * 4 : j0;
       const float past = rec[0];
 #pragma unroll
       for (int i = 0; i < 8; i++) {
         const float k = rec[1 + i0 + i];
 #pragma unroll
-        for (int j = 0; j < 4; j++) S[i][j] = fmaf(k, rec[1 + D + j0 + j], __fmul_rn(S[i][j], past));
+        for (int j = 0; j < 4; j++) S[i][j] = fmaf(k, rec[1 + D + column + j], __fmul_rn(S[i][j], past));
       }
     }
-    if (lane.fold && p.half_state)  // as if it had been kept and read again
+    if (lane.deep && p.half_state)  // as if it had been kept and read again
 #pragma unroll
       for (int i = 0; i < 8; i++)
 #pragma unroll
         for (int j = 0; j < 4; j++) S[i][j] = round_bf16(S[i][j]);
-    __syncthreads();
     uint8_t* to = state_of(lane);
+    auto put = [&]() {
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        if (element == 2) {
+          __nv_bfloat162 v[2] = {__floats2bfloat162_rn(S[i][0], S[i][1]), __floats2bfloat162_rn(S[i][2], S[i][3])};
+          *(uint2*)(to + i * D * 2) = *(const uint2*)v;
+        } else {
+          *(float4*)(to + i * D * 4) = make_float4(S[i][0], S[i][1], S[i][2], S[i][3]);
+        }
+      }
+    };
+    const bool leave = lane.record || lane.lazy;
+    if (lane.deep && leave) put();
+    float* rec = record_of(p, lane, head, lane.deep);
+    __syncthreads();
     const uint64_t out = ((uint64_t)lane.first * p.heads + head) * D + j0, squares = ((uint64_t)lane.first * p.heads + head) * 4 + quarter;
     const bool more = n + gridDim.y < p.count;
     if (more) {
       n += gridDim.y, buffer ^= 1;
       lane = p.lanes[n];
-      ask_state(lane);
+      ask_state(lane, buffer);
       ask_inputs(lane, buffer, true, true);
       a = p.a[(uint64_t)lane.first * p.heads + head], b = p.b[(uint64_t)lane.first * p.heads + head];
     }
@@ -476,16 +497,18 @@ NINFER_KERNEL(delta_turns, DeltaParams, kQuarter, 3) {
     __syncthreads();
     float d[4], o[4];
     float square = corrected(sums, c4, raw[2] + c4 * 4, beta, decay, dot, d, o);
+    if (leave) {
+      if (quarter == 0) rec[1 + t] = kv * ks;
+      if (quarter == 0 && t == 0) rec[0] = decay;
+      if (t < 8)
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
+        for (int j = 0; j < 4; j++) rec[1 + D + j0 + j] = d[j];
+    } else {
 #pragma unroll
-      for (int j = 0; j < 4; j++) S[i][j] = fmaf(k[i], d[j], __fmul_rn(S[i][j], decay));
-      if (element == 2) {
-        __nv_bfloat162 v[2] = {__floats2bfloat162_rn(S[i][0], S[i][1]), __floats2bfloat162_rn(S[i][2], S[i][3])};
-        *(uint2*)(to + i * D * 2) = *(const uint2*)v;
-      } else {
-        *(float4*)(to + i * D * 4) = make_float4(S[i][0], S[i][1], S[i][2], S[i][3]);
-      }
+      for (int i = 0; i < 8; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) S[i][j] = fmaf(k[i], d[j], __fmul_rn(S[i][j], decay));
+      put();
     }
     if (t < 8) {
       square += __shfl_xor_sync(0xffu, square, 1);
@@ -496,124 +519,6 @@ NINFER_KERNEL(delta_turns, DeltaParams, kQuarter, 3) {
     }
     if (!more) return;
   }
-}
-
-// The angle of a thread's pair among the first rot values of a head.
-struct Turn {
-  float sin, cos;
-};
-DEVICE Turn turn_of(const float* inverse, uint32_t rot, const uint32_t* pos) {
-  const uint32_t half = rot / 2, t = threadIdx.x;
-  Turn a = {0.0f, 1.0f};
-  if (t < half) sincosf(__fmul_rn((float)(int)pos[((const uint32_t*)inverse)[half + t]], inverse[t]), &a.sin, &a.cos);
-  return a;
-}
-
-// Rotates the first rot values of v in shared memory, thread a pair; all threads of the block.
-DEVICE void rotate(float* v, uint32_t rot, Turn turn) {
-  const uint32_t half = rot / 2, t = threadIdx.x;
-  __syncthreads();
-  if (t < half) {
-    const float a = v[t], b = v[t + half];
-    v[t] = a * turn.cos - b * turn.sin;
-    v[t + half] = b * turn.cos + a * turn.sin;
-  }
-  __syncthreads();
-}
-
-// Normalised Hadamard transform of width values in shared memory, a power of two of them, thread a value; all threads of the block.
-DEVICE void hadamard(float* v, uint32_t width) {
-  const uint32_t t = threadIdx.x;
-  for (uint32_t h = 1; h < width; h <<= 1) {
-    float a = 0.0f, b = 0.0f;
-    if (t < width) a = v[t], b = v[t ^ h];
-    __syncthreads();
-    if (t < width) v[t] = t & h ? b - a : a + b;
-    __syncthreads();
-  }
-  if (t < width) v[t] *= 1.0f / sqrtf((float)width);
-}
-
-// Keeps a head's values, thread a value, as E4M3 with a scale: their largest magnitude / 448 in BF16.
-DEVICE void keep_fp8(float x, uint32_t width, uint8_t* codes, bf16* scale, float* shared) {
-  const uint32_t t = threadIdx.x;
-  float most = t < width ? fabsf(x) : 0.0f;
-#pragma unroll
-  for (int o = 16; o; o >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
-  __syncthreads();
-  if (t % 32 == 0) shared[t / 32] = most;
-  __syncthreads();
-  for (uint32_t i = 0; i < blockDim.x / 32; i++) most = fmaxf(most, shared[i]);
-  uint16_t word = most > 0.0f ? max(__bfloat16_as_ushort(to_bf16(most / 448.0f)), (unsigned short)1) : 0;
-  const float s = __uint_as_float((uint32_t)word << 16);
-  if (t < width) codes[t] = word ? __nv_cvt_float_to_fp8(x / s, __NV_SATFINITE, __NV_E4M3) : 0;
-  if (t == 0) *scale = __ushort_as_bfloat16(word);
-}
-
-NINFER_KERNEL(prep, PrepParams, 256, 1) {
-  __shared__ float shared[33], v[256];
-  const uint32_t r = blockIdx.y, t = threadIdx.x;
-  // Rows, pages, positions, weights and tokens of earlier passes are here before the wait, and with them all angles.
-  const Row row = p.rows[r];
-  const uint32_t* pages = p.pages + (uint64_t)row.slot * p.pages_ld;
-  const uint64_t token = token_row(pages, row.at);
-  uint32_t unit = blockIdx.x;
-  const bf16* in;
-  const float* w;
-  bf16* out;
-  uint32_t width = p.hd;
-  uint64_t head = token * p.kv + unit;
-  bool is_key = false, turned = p.key_scales != nullptr;
-  if (unit < p.kv) {  // key
-    in = p.key + ((uint64_t)r * p.kv + unit) * p.hd, w = p.k_norm, out = (bf16*)p.keys + head * p.hd, is_key = true;
-  } else if ((unit -= p.kv) < p.kv) {  // value
-    head = token * p.kv + unit;
-    const bf16* from = p.value + ((uint64_t)r * p.kv + unit) * p.hd;
-    pdl();
-    if (turned) keep_fp8(t < p.hd ? from_bf16(from[t]) : 0.0f, p.hd, (uint8_t*)p.values + head * p.hd, p.value_scales + head, shared);
-    else if (t < p.hd) ((bf16*)p.values)[head * p.hd + t] = from[t];
-    return;
-  } else if ((unit -= p.kv) == 0) {  // raw index key, positions
-    const bool whole = (row.at + 1) % p.ratio == 0;
-    const uint32_t back = p.ratio - 1;
-    Turn turn = {0.0f, 1.0f};
-    float norm = 0.0f;
-    if (whole) {
-      turn = turn_of(p.inverse, p.rot, back <= row.index ? p.rows[r - back].pos : p.positions + token_row(pages, row.at - back) * 3);
-      if (t < p.id) norm = p.ik_norm[t];
-    }
-    pdl();
-    for (uint32_t i = t; i < p.id; i += 256) p.raw[token * p.id + i] = p.index[((uint64_t)r * (p.ih + 1) + p.ih) * p.id + i];
-    if (t < 3) p.positions[token * 3 + t] = p.rows[r].pos[t];
-    if (!whole) return;
-    // The block's older tokens are in the planes, or rows of this pass that another block is just writing there.
-    float x = 0.0f;
-    if (t < p.id) {
-      for (uint32_t i = p.ratio; i-- > 0;)
-        x += from_bf16(i <= row.index ? p.index[((uint64_t)(r - i) * (p.ih + 1) + p.ih) * p.id + t] : p.raw[token_row(pages, row.at - i) * p.id + t]);
-      x = round_bf16(x / p.ratio);
-    }
-    const float scale = 1.0f / sqrtf(block_sum(x * x, shared) / p.id + p.eps);
-    if (t < p.id) v[t] = x * scale * (1.0f + norm);
-    rotate(v, p.rot, turn);
-    if (t < p.id) p.block_keys[Blocks(p.ratio).row(pages[row.at / kPage], row.at / p.ratio) * p.id + t] = to_bf16(v[t]);
-    return;
-  } else if (--unit < p.heads) {  // query
-    in = p.qg + ((uint64_t)r * p.heads + unit) * 2 * p.hd, w = p.q_norm, out = p.q + ((uint64_t)r * p.heads + unit) * p.hd;
-  } else {  // index query
-    unit -= p.heads, width = p.id, turned = false;
-    in = p.index + ((uint64_t)r * (p.ih + 1) + unit) * p.id, w = p.iq_norm, out = p.iq + ((uint64_t)r * p.ih + unit) * p.id;
-  }
-  const Turn turn = turn_of(p.inverse, p.rot, p.rows[r].pos);
-  const float norm = t < width ? w[t] : 0.0f;
-  pdl();
-  const float x = t < width ? from_bf16(in[t]) : 0.0f;
-  const float scale = 1.0f / sqrtf(block_sum(x * x, shared) / width + p.eps);
-  if (t < width) v[t] = x * scale * (1.0f + norm);
-  rotate(v, p.rot, turn);
-  if (turned) hadamard(v, width);
-  if (turned && is_key) keep_fp8(t < width ? v[t] : 0.0f, width, (uint8_t*)p.keys + head * p.hd, p.key_scales + head, shared);
-  else if (t < width) out[t] = to_bf16(v[t]);
 }
 
 NINFER_KERNEL(score, ScoreParams, 256, 1) {

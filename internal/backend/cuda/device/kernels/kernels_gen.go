@@ -14,8 +14,7 @@ type ID int
 
 // The kernels.
 const (
-	ScoreKeys       ID = iota // ScoreParams
-	SelectBlocks              // SelectParams
+	SelectBlocks    ID = iota // SelectParams
 	AttendGroup               // AttendGroupParams
 	AttendGroupFp8            // AttendGroupParams
 	MergeGroup                // MergeGroupParams
@@ -23,7 +22,6 @@ const (
 	Delta                     // DeltaParams
 	DeltaQuarters             // DeltaParams
 	DeltaTurns                // DeltaParams
-	Prep                      // PrepParams
 	Score                     // ScoreParams
 	Attend                    // AttendParams
 	Merge                     // MergeParams
@@ -34,6 +32,8 @@ const (
 	ExpertUp                  // ExpertUpParams
 	ExpertDown                // ExpertDownParams
 	Pick                      // PickParams
+	Prep                      // PrepParams
+	PrepScore                 // PrepScoreParams
 	ProjectBf16               // ProjectParams
 	ProjectE4m3               // ProjectParams
 	ProjectBf16Deep           // ProjectParams
@@ -58,9 +58,8 @@ func (k ID) Name() string { return table.Kernels[k].Name }
 
 var table = code.Table[ID]{
 	Archs:   []string{"sm_90a", "sm_120a"},
-	Sources: []string{"attention", "blocks", "draw", "matrix", "project", "streams"},
+	Sources: []string{"attention", "blocks", "draw", "matrix", "prep", "project", "streams"},
 	Kernels: []code.Kernel{
-		{Name: "score_keys", Source: "attention", Threads: 256},
 		{Name: "select_blocks", Source: "attention", Threads: 1024},
 		{Name: "attend_group", Source: "attention", Threads: (128)},
 		{Name: "attend_group_fp8", Source: "attention", Threads: (128)},
@@ -69,7 +68,6 @@ var table = code.Table[ID]{
 		{Name: "delta", Source: "blocks", Threads: (512)},
 		{Name: "delta_quarters", Source: "blocks", Threads: (128)},
 		{Name: "delta_turns", Source: "blocks", Threads: (128)},
-		{Name: "prep", Source: "blocks", Threads: 256},
 		{Name: "score", Source: "blocks", Threads: 256},
 		{Name: "attend", Source: "blocks", Threads: (128)},
 		{Name: "merge", Source: "blocks", Threads: 256},
@@ -80,6 +78,8 @@ var table = code.Table[ID]{
 		{Name: "expert_up", Source: "matrix", Threads: 256},
 		{Name: "expert_down", Source: "matrix", Threads: 256},
 		{Name: "pick", Source: "matrix", Threads: 1024},
+		{Name: "prep", Source: "prep", Threads: 256},
+		{Name: "prep_score", Source: "prep", Threads: 256},
 		{Name: "project_bf16", Source: "project", Threads: (256)},
 		{Name: "project_e4m3", Source: "project", Threads: (256)},
 		{Name: "project_bf16_deep", Source: "project", Threads: (256)},
@@ -119,14 +119,16 @@ type Row struct {
 
 // Lane mirrors the struct of that name in params.h.
 type Lane struct {
-	First    uint32
-	Rows     uint32
-	Slot     uint32
-	Fold     uint32
-	Record   uint32
-	Carry    uint32
-	Chain    uint32
-	Reserved uint32
+	First  uint32
+	Rows   uint32
+	Slot   uint32
+	Fold   uint32
+	Record uint32
+	Carry  uint32
+	Chain  uint32
+	Deep   uint32
+	From   uint32
+	Lazy   uint32
 }
 
 // Mat mirrors the struct of that name in params.h.
@@ -287,6 +289,8 @@ type DeltaParams struct {
 	Verify    uint32
 	Eps       float32
 	HalfState uint32
+	Ring      uint32
+	Reserved  uint32
 	Count     uint32
 	Trigger   uint32
 }
@@ -338,6 +342,14 @@ type ScoreParams struct {
 	Blocks  uint32
 	Most    uint32
 	PagesLd uint32
+}
+
+// PrepScoreParams mirrors the struct of that name in params.h.
+type PrepScoreParams struct {
+	Prep     PrepParams
+	Score    ScoreParams
+	Units    uint32
+	Reserved uint32
 }
 
 // SelectParams mirrors the struct of that name in params.h.
@@ -614,7 +626,9 @@ var layout = []uintptr{
 	unsafe.Offsetof(Lane{}.Record),
 	unsafe.Offsetof(Lane{}.Carry),
 	unsafe.Offsetof(Lane{}.Chain),
-	unsafe.Offsetof(Lane{}.Reserved),
+	unsafe.Offsetof(Lane{}.Deep),
+	unsafe.Offsetof(Lane{}.From),
+	unsafe.Offsetof(Lane{}.Lazy),
 	unsafe.Sizeof(Mat{}),
 	unsafe.Offsetof(Mat{}.Codes),
 	unsafe.Offsetof(Mat{}.High),
@@ -739,6 +753,8 @@ var layout = []uintptr{
 	unsafe.Offsetof(DeltaParams{}.Verify),
 	unsafe.Offsetof(DeltaParams{}.Eps),
 	unsafe.Offsetof(DeltaParams{}.HalfState),
+	unsafe.Offsetof(DeltaParams{}.Ring),
+	unsafe.Offsetof(DeltaParams{}.Reserved),
 	unsafe.Offsetof(DeltaParams{}.Count),
 	unsafe.Offsetof(DeltaParams{}.Trigger),
 	unsafe.Sizeof(PrepParams{}),
@@ -784,6 +800,11 @@ var layout = []uintptr{
 	unsafe.Offsetof(ScoreParams{}.Blocks),
 	unsafe.Offsetof(ScoreParams{}.Most),
 	unsafe.Offsetof(ScoreParams{}.PagesLd),
+	unsafe.Sizeof(PrepScoreParams{}),
+	unsafe.Offsetof(PrepScoreParams{}.Prep),
+	unsafe.Offsetof(PrepScoreParams{}.Score),
+	unsafe.Offsetof(PrepScoreParams{}.Units),
+	unsafe.Offsetof(PrepScoreParams{}.Reserved),
 	unsafe.Sizeof(SelectParams{}),
 	unsafe.Offsetof(SelectParams{}.Rows),
 	unsafe.Offsetof(SelectParams{}.Pages),

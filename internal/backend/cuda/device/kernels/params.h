@@ -21,11 +21,12 @@ struct Row {
 struct Lane {
   uint32_t first, rows;  // its rows
   uint32_t slot;         // image
-  uint32_t fold;         // recorded rows to bring fixed states forward by, before anything else
+  uint32_t fold;         // recorded rows to bring windows forward by, before anything else
   uint32_t record;       // 1: leave fixed states (folded) alone and record the rows
   uint32_t carry;        // where carried rows are read or appended
   uint32_t chain;        // 1: carried streams come from the chain buffer
-  uint32_t reserved;
+  uint32_t deep, from;   // fold of delta matrices, whose records are a ring, and the first of them
+  uint32_t lazy;         // 1: record of delta matrices only
 };
 
 // A stored matrix: rows first..first+rows of an encoded tensor with k columns.
@@ -139,13 +140,14 @@ struct DeltaParams {
   const float* dt;           // [heads]
   const float* norm;         // [dim]
   void* state;               // [slots][heads][dim][dim]: FP32, or BF16 with half_state
-  float* records;            // [lanes][verify][heads][1+2*dim]: decay, key, correction
+  float* records;            // [lanes][ring][heads][1+2*dim]: decay, key, correction
   float* out;                // [R][heads*dim]: of delta
   __nv_bfloat16* gated;      // [R][heads*dim], without the norm's factor: of delta_quarters
   float* squares;            // [R][heads][4]: of each quarter of a head
   uint32_t key_heads, heads, dim, verify;
   float eps;
   uint32_t half_state;
+  uint32_t ring, reserved;     // rows of records
   uint32_t count;              // of lanes: of delta_turns
   uint32_t trigger;            // of delta_quarters and delta_turns: the next kernel may start 0 at once, 1 after the wait, 2 when the activations have been read
 };
@@ -161,7 +163,7 @@ struct PrepParams {
   const float* iq_norm;        // [id]
   const float* inverse;        // [rot/2]: inverse frequencies, then the axis of each as uint32_t
   __nv_bfloat16* q;            // [R][heads*hd]
-  __nv_bfloat16* iq;           // [R][ih*id]
+  __nv_bfloat16* iq;           // [R][ih*id]; not of prep_score
   const uint32_t* pages;       // [lanes][pages_ld] page numbers
   void* keys;                  // [pages][64][kv*hd]: BF16, or E4M3 with scales
   void* values;
@@ -184,6 +186,12 @@ struct ScoreParams {
   const __nv_bfloat16* keys;   // [pages][63/ratio+1][id]
   float* scores;               // [R][blocks]
   uint32_t ih, id, ratio, blocks, most, pages_ld;  // blocks: of an image; most: that a row selects
+};
+
+struct PrepScoreParams {
+  PrepParams prep;
+  ScoreParams score;           // iq is not used
+  uint32_t units, reserved;    // units: of prep
 };
 
 struct SelectParams {

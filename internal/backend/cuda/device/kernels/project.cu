@@ -74,8 +74,7 @@ DEVICE uint4 part_of(const Shift& s, const Lane& lane, uint32_t at, uint32_t c) 
                                 : at < s.depth + lane.fold ? s.records + ((uint64_t)lane.slot * s.verify + at - s.depth) * s.c
                                                            : s.x + (uint64_t)(lane.first + at - s.depth - lane.fold) * s.c) + c));
 }
-DEVICE void ask(const Shift& s, uint32_t i, Forward& f) {
-  const Lane lane = s.lanes[i / (s.c / 8)];
+DEVICE void ask(const Shift& s, const Lane& lane, uint32_t i, Forward& f) {
   f.shift = lane.fold + (lane.record ? 0 : lane.rows);
 #pragma unroll
   for (uint32_t j = 0; j < 3; j++)
@@ -105,7 +104,7 @@ DEVICE void project(const ProjectParams& p) {
   constexpr uint32_t ks = F8 ? 64 : 32;  // k positions of a chunk: 64 bytes of a row
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const uint32_t row_bytes = F8 ? p.k : 2 * p.k, pitch = 2 * p.k + 32;
-  // shared memory: 128 bytes with a barrier a warp, sums [2][warp][r][16], operand [r][pitch] (and again what it leaves), copies [warp][kDepth][row of a tile][64]
+  // shared memory: 128 bytes with a barrier a row, sums [2][warp][r][16], operand [r][pitch] (and again what it leaves), copies [warp][kDepth][row of a tile][64]
   float* sums = (float*)(room + 128);
   const uint32_t xs = shared_at(sums) + 2 * W * p.r * 64, rest = xs + p.r * pitch;
   uint32_t total = 0;
@@ -144,32 +143,46 @@ DEVICE void project(const ProjectParams& p) {
   if (chunks)
     for (int i = 0; i < kDepth; i++) copy_next();
 
-  // The warp's own share of the operand, which nobody else reads. Where there are several rows, BF16 comes by bulk copies to where its operand
-  // will be, all rows at once.
-  const uint32_t units = chunks * ks / 8, k0 = chunk0 * ks;
+  // The warp's own share of the operand. Where there are several rows, BF16 comes by bulk copies to where its operand will be, a row a copy: each
+  // takes the SM some 40 ns whatever its size.
+  const uint32_t units = chunks * ks / 8, k0 = chunk0 * ks, most_units = (all + W - 1) / W * ks / 8;
   const uint32_t head0 = k0 / p.dim, heads = units ? (k0 + units * 8 - 1) / p.dim - head0 + 1 : 0;
-  const bool bulk = p.squares && p.r > 1 && p.r * heads <= 64 && units <= 96;
-  const uint32_t bar = shared_at(room) + warp * 8;
-  if (bulk && lane == 0) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(bar) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  const bool bulk = p.squares && p.r > 1 && p.r <= 8 && p.r * ((most_units * 8 - 1) / p.dim + 2) <= 64 && most_units <= 96;  // the same in all warps
+  const uint32_t bars = shared_at(room);
+  if (bulk) {
+    if (threadIdx.x == 0) {
+      for (uint32_t r = 0; r < p.r; r++) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(bars + 8 * r) : "memory");
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __syncthreads();
   }
-  __syncwarp();
 
-  pdl_wait();
-  if (bulk && units && lane == 0) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(p.r * units * 16) : "memory");
-    for (uint32_t r = 0; r < p.r; r++)
-      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(xs + r * pitch + k0 * 2),
-                   "l"((const bf16*)p.x + (uint64_t)r * p.x_ld + k0), "r"(units * 16), "r"(bar)
-                   : "memory");
-  }
+  // In the epilogue a thread is one row and weight row of a tile. Row scales are weights and far away: asked for two tiles ahead.
+  auto scale_of = [&](uint32_t i) -> float {
+    if constexpr (!F8) return 1.0f;
+    uint32_t n = begin + i * tile + threadIdx.x % 16, j = 0;
+    if (threadIdx.x / 16 >= p.r || threadIdx.x % 16 >= tile || n >= end) return 1.0f;
+    while (n >= p.part[j].rows) n -= p.part[j++].rows;
+    return p.part[j].scale_f32 ? __ldg((const float*)p.part[j].scale + n) : __uint_as_float((uint32_t)__ldg((const unsigned short*)p.part[j].scale + n) << 16);
+  };
+  float scales[2] = {scale_of(0), scale_of(1)};
   const uint32_t share = (pieces(p.shift) + gridDim.x - 1) / gridDim.x, last = min(pieces(p.shift), (blockIdx.x + 1) * share);
   uint32_t piece = blockIdx.x * share + threadIdx.x;
   Forward forward;
+  Lane ahead_of = {};
+  if (piece < last) ahead_of = p.shift.lanes[piece / (p.shift.c / 8)];
+
+  pdl_wait();
+  if (bulk && threadIdx.x == 0)
+    for (uint32_t r = 0; r < p.r; r++) {
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bars + 8 * r), "r"(2 * p.k) : "memory");
+      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(xs + r * pitch),
+                   "l"((const bf16*)p.x + (uint64_t)r * p.x_ld), "r"(2 * p.k), "r"(bars + 8 * r)
+                   : "memory");
+    }
   float undo[2] = {1.0f, 1.0f};
-  auto scale_of = [&](uint32_t r, float most) {  // a power of two for a row whose largest magnitude in this lane is most
+  auto power_of = [&](uint32_t r, float most) {  // a power of two for a row whose largest magnitude in this lane is most
     const int shift = max(-100, min(100, 141 - (int)(__reduce_max_sync(~0u, __float_as_uint(most)) >> 23)));
     const float back = __uint_as_float((uint32_t)(127 - shift) << 23);
     if (r == 2 * t) undo[0] = back;
@@ -199,17 +212,15 @@ DEVICE void project(const ProjectParams& p) {
     return most;
   };
   if (bulk) {
-    if (piece < last) ask(p.shift, piece, forward);
+    if (piece < last) ask(p.shift, ahead_of, piece, forward);
     float factor[2];  // of rows and heads in order, one a lane
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const uint32_t q = lane + 32 * i;
       factor[i] = q < p.r * heads ? factor_of(__ldcg((const float4*)p.squares + (uint64_t)(q / heads) * (p.k / p.dim) + head0 + q % heads)) : 0.0f;
     }
-    if (units) {
-      asm volatile("{.reg .pred p; L: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0; @p bra D; bra L; D: }" ::"r"(bar) : "memory");
-    }
     for (uint32_t r = 0; r < p.r; r++) {
+      asm volatile("{.reg .pred p; L: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0; @p bra D; bra L; D: }" ::"r"(bars + 8 * r) : "memory");
       float v[3][8], most = 0.0f, scale = 1.0f;
 #pragma unroll
       for (int j = 0; j < 3; j++) {
@@ -217,7 +228,7 @@ DEVICE void project(const ProjectParams& p) {
         const float f0 = __shfl_sync(~0u, factor[0], q % 32), f1 = __shfl_sync(~0u, factor[1], q % 32);
         if (u < units) most = times(shared_load(xs + r * pitch + k0 * 2 + u * 16), q < 32 ? f0 : f1, v[j], most);
       }
-      if (F8) scale = scale_of(r, most);
+      if (F8) scale = power_of(r, most);
 #pragma unroll
       for (int j = 0; j < 3; j++)
         if (lane + 32 * j < units) put(r, lane + 32 * j, v[j], scale);
@@ -232,17 +243,17 @@ DEVICE void project(const ProjectParams& p) {
         next[j] = __ldcg((const uint4*)((const bf16*)p.x + k));
         squares[j] = __ldcg((const float4*)p.squares + k / p.dim);
       }
-    if (piece < last) ask(p.shift, piece, forward);
+    if (piece < last) ask(p.shift, ahead_of, piece, forward);
     float v[3][8], most = 0.0f, scale = 1.0f;
 #pragma unroll
     for (int j = 0; j < 3; j++)
       if (lane + 32 * j < units) most = times(next[j], factor_of(squares[j]), v[j], most);
-    if (F8) scale = scale_of(0, most);
+    if (F8) scale = power_of(0, most);
 #pragma unroll
     for (int j = 0; j < 3; j++)
       if (lane + 32 * j < units) put(0, lane + 32 * j, v[j], scale);
   } else {
-    if (piece < last) ask(p.shift, piece, forward);
+    if (piece < last) ask(p.shift, ahead_of, piece, forward);
     for (uint32_t r = 0; r < p.r; r++) {
       auto get = [&](uint32_t u, float* v) {
         const uint32_t k = k0 + u * 8;
@@ -258,7 +269,7 @@ DEVICE void project(const ProjectParams& p) {
 #pragma unroll
           for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(v[i]));
         }
-        scale = scale_of(r, most);
+        scale = power_of(r, most);
       }
 #pragma unroll 3
       for (uint32_t u = lane; u < units; u += 32) {
@@ -268,7 +279,10 @@ DEVICE void project(const ProjectParams& p) {
     }
   }
   for (; piece < last; piece += kProject) {
-    if (piece >= blockIdx.x * share + kProject) ask(p.shift, piece, forward);
+    if (piece >= blockIdx.x * share + kProject) {
+      ahead_of = p.shift.lanes[piece / (p.shift.c / 8)];
+      ask(p.shift, ahead_of, piece, forward);
+    }
     bring(p.shift, piece, forward);
   }
   __syncwarp();
@@ -277,7 +291,7 @@ DEVICE void project(const ProjectParams& p) {
   const bool live = g < p.r;
   uint32_t slot = 0;
   for (uint32_t i = 0; i < tiles; i++) {
-    float acc[2][4] = {};
+    float acc[4][4] = {};  // independent sums: tensor instructions that wait for each other are slow
     uint32_t at_x = g * pitch + k0 * 2 + t * ks / 2;
 #pragma unroll 4
     for (uint32_t c = 0; c < chunks; c++) {
@@ -292,14 +306,14 @@ DEVICE void project(const ProjectParams& p) {
         a = e4m3_to_f16(u.y), b = e4m3_to_f16(v.y);
         multiply_f16(acc[1], a.x, b.x, a.y, b.y, x0.z, x0.w);
         a = e4m3_to_f16(u.z), b = e4m3_to_f16(v.z);
-        multiply_f16(acc[0], a.x, b.x, a.y, b.y, x1.x, x1.y);
+        multiply_f16(acc[2], a.x, b.x, a.y, b.y, x1.x, x1.y);
         a = e4m3_to_f16(u.w), b = e4m3_to_f16(v.w);
-        multiply_f16(acc[1], a.x, b.x, a.y, b.y, x1.z, x1.w);
+        multiply_f16(acc[3], a.x, b.x, a.y, b.y, x1.z, x1.w);
       } else {
         multiply_bf16(acc[0], u.x, v.x, u.y, v.y, x0.x, x0.y);
         multiply_bf16(acc[1], u.z, v.z, u.w, v.w, x0.z, x0.w);
-        multiply_bf16(acc[0], u.x, v.x, u.y, v.y, x1.x, x1.y);
-        multiply_bf16(acc[1], u.z, v.z, u.w, v.w, x1.z, x1.w);
+        multiply_bf16(acc[2], u.x, v.x, u.y, v.y, x1.x, x1.y);
+        multiply_bf16(acc[3], u.z, v.z, u.w, v.w, x1.z, x1.w);
       }
       at_x += ks * 2;
       if (++slot == kDepth) slot = 0;
@@ -308,8 +322,8 @@ DEVICE void project(const ProjectParams& p) {
 #pragma unroll
     for (int j = 0; j < 2; j++)
       if (2 * t + j < p.r) {
-        mine[(2 * t + j) * 16 + g] = (acc[0][j] + acc[1][j]) * undo[j];
-        mine[(2 * t + j) * 16 + g + 8] = (acc[0][j + 2] + acc[1][j + 2]) * undo[j];
+        mine[(2 * t + j) * 16 + g] = ((acc[0][j] + acc[1][j]) + (acc[2][j] + acc[3][j])) * undo[j];
+        mine[(2 * t + j) * 16 + g + 8] = ((acc[0][j + 2] + acc[1][j + 2]) + (acc[2][j + 2] + acc[3][j + 2])) * undo[j];
       }
     __syncthreads();  // the other buffer's readers have passed here too
     const uint32_t r = threadIdx.x / 16, first = begin + i * tile;
@@ -321,9 +335,10 @@ DEVICE void project(const ProjectParams& p) {
       uint32_t j = 0;
       while (n >= p.part[j].rows) n -= p.part[j++].rows;
       const ProjectPart& q = p.part[j];
-      if (F8) v *= q.scale_f32 ? __ldg((const float*)q.scale + n) : from_bf16(((const bf16*)q.scale)[n]);
+      if (F8) v *= scales[0];
       q.out[(uint64_t)r * q.out_ld + n] = to_bf16(v);
     }
+    scales[0] = scales[1], scales[1] = scale_of(i + 2);
   }
 }
 
