@@ -141,9 +141,9 @@ func (w *Workspace) cut(what string, bytes uint64) (driver.Ptr, error) {
 }
 
 const (
-	// widenFrom is the number of rows from which E4M3 weights are made BF16 for the library: their scratch costs some 30 µs for a large
-	// matrix, about half of the product of 512 rows.
-	widenFrom    = 512
+	// widenFrom is the number of rows from which E4M3 weights are made BF16 for the library: with 128 rows that costs as much as own kernels lose,
+	// with 256 less.
+	widenFrom    = 256
 	partialBytes = 32 << 20 // of partial sums
 	narrow       = 16       // a matrix of fewer rows goes to kernels of its own
 )

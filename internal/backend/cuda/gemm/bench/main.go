@@ -299,7 +299,7 @@ func (b *bench) all(rows int, first bool) {
 				name string
 				set  *gemm.Set
 			}{{"library", b.lib}, {"own", b.own}} {
-				if s.set == nil || f == gemm.E4M3 && s.name == "library" && rows < 512 {
+				if s.set == nil || f == gemm.E4M3 && s.name == "library" && rows < 256 {
 					continue
 				}
 				b.report(q.name, [...]string{"bf16 ", "e4m3 "}[f]+s.name, rows, flops, func() error { return s.set.Multiply(b.c, b.s, x, q.k, rows, p, b.room) })
