@@ -70,8 +70,12 @@ func (s *step) prepareStem(c *driver.Context, op backend.Stem) (func(*pass) erro
 	e, hidden := l.rows("projected embedding", 2*h), l.rows("projected hidden", 2*width)
 	pe, ph := part(l.matrix(w.ProjEmbed), e, h, 0, 0), part(l.matrix(w.ProjHidden), hidden, h, 0, 0)
 	add := kernels.StemAddParams{Hidden: hidden, E: e, X: s.bufs[op.X.X], H: norm.H, S: norm.S}
+	normer, blocks := kernels.StemNorm, 2
+	if !d.opt.Plain && h <= 4096 && h%8 == 0 {
+		normer, blocks = kernels.StemWide, 1+width/h
+	}
 	return func(p *pass) error {
-		if err := start(p, kernels.StemNorm, 2, len(p.rows), 1, 0, &norm); err != nil {
+		if err := start(p, normer, blocks, len(p.rows), 1, 0, &norm); err != nil {
 			return err
 		}
 		if err := p.gemv(norm.E, 2, h, len(p.rows), pe); err != nil {
@@ -104,6 +108,9 @@ func (s *step) prepareCarry(_ *driver.Context, op backend.Carry) (func(*pass) er
 			if err := start(p, kernels.Inject, int(in.S), len(p.rows), 1, 0, &in); err != nil {
 				return err
 			}
+		}
+		if !s.d.opt.Plain && carry.Width%8 == 0 {
+			return start(p, kernels.CarryWide, tiles(int(carry.Width), 2048), len(p.rows), 1, 0, &carry)
 		}
 		return start(p, kernels.Carry, len(p.rows), 1, 1, 0, &carry)
 	}, nil

@@ -553,6 +553,9 @@ func (s *step) prepareMoE(c *driver.Context, op backend.MoE) (func(*pass) error,
 	if run := s.tunedMoE(l, op); run != nil || l.err != nil {
 		return run, l.err
 	}
+	if run := s.bf16MoE(l, op); run != nil || l.err != nil {
+		return run, l.err
+	}
 	h := s.program.Bufs[op.In].Width
 	logits, gate := l.rows("router logits", 4*w.Experts), l.rows("shared logit", 4)
 	parts := []kernels.Part{

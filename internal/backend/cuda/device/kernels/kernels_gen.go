@@ -26,6 +26,11 @@ const (
 	Attend                    // AttendParams
 	Merge                     // MergeParams
 	Route                     // RouteParams
+	StemWide                  // StemParams
+	CarryWide                 // CarryParams
+	RouteWide                 // RouteParams
+	ExpertUpWide              // ExpertUpParams
+	ExpertDownWide            // ExpertDownParams
 	Likely                    // LikelyParams
 	Gemv                      // GemvParams
 	HcUp                      // HcUpParams
@@ -58,7 +63,7 @@ func (k ID) Name() string { return table.Kernels[k].Name }
 
 var table = code.Table[ID]{
 	Archs:   []string{"sm_90a", "sm_120a"},
-	Sources: []string{"attention", "blocks", "draw", "matrix", "prep", "project", "streams"},
+	Sources: []string{"attention", "blocks", "drafts", "draw", "matrix", "prep", "project", "streams"},
 	Kernels: []code.Kernel{
 		{Name: "select_blocks", Source: "attention", Threads: 1024},
 		{Name: "attend_group", Source: "attention", Threads: (128)},
@@ -72,6 +77,11 @@ var table = code.Table[ID]{
 		{Name: "attend", Source: "blocks", Threads: (128)},
 		{Name: "merge", Source: "blocks", Threads: 256},
 		{Name: "route", Source: "blocks", Threads: 32},
+		{Name: "stem_wide", Source: "drafts", Threads: (512)},
+		{Name: "carry_wide", Source: "drafts", Threads: 256},
+		{Name: "route_wide", Source: "drafts", Threads: 32},
+		{Name: "expert_up_wide", Source: "drafts", Threads: 256},
+		{Name: "expert_down_wide", Source: "drafts", Threads: 640},
 		{Name: "likely", Source: "draw", Threads: 1024},
 		{Name: "gemv", Source: "matrix", Threads: 256},
 		{Name: "hc_up", Source: "matrix", Threads: 256},
