@@ -25,8 +25,8 @@ struct Lane {
   uint32_t record;       // 1: leave fixed states (folded) alone and record the rows
   uint32_t carry;        // where carried rows are read or appended
   uint32_t chain;        // 1: carried streams come from the chain buffer
-  uint32_t deep, from;   // fold of delta matrices, whose records are a ring, and the first of them
-  uint32_t lazy;         // 1: record of delta matrices only
+  uint32_t deep, from;   // fold of delta matrices, the same number, whose records are a ring, and the first of them
+  uint32_t lazy;         // 1: record of delta matrices only; a trial, which no pass asks for (docs/kernels.md)
 };
 
 // A stored matrix: rows first..first+rows of an encoded tensor with k columns.
