@@ -15,7 +15,7 @@ import (
 //
 // The operations of wide passes run one after the other, so all their scratch, that of every step, is the same memory.
 
-// FewRows is the most rows that go the way of decoding unless Options.Few says otherwise: measured (docs/kernels.md).
+// FewRows is the most rows that go the way of decoding unless Options.Few says otherwise: measured (docs/ladders.md).
 const FewRows = 12
 
 // maxZeros is the widest row of an n-gram embedding.

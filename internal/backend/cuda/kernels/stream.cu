@@ -10,7 +10,7 @@
 // order once a window of rows: no atomics, the same bits at every launch. Q4 keeps a ring of stages filled by bulk copies.
 //
 // Measured on one H200, R = 1, in-chain, share of the same run's read stream (4.62 TB/s), 16 / 8-bit: gdn_in 0.92 / 0.78, gdn_out
-// 0.78 / 0.63, qsa_in 0.89 / 0.73, head 0.95 / 0.91; proposal head (Q4) 0.49. The way there: docs/kernels.md.
+// 0.78 / 0.63, qsa_in 0.89 / 0.73, head 0.95 / 0.91; proposal head (Q4) 0.49. The way there: docs/ladders.md.
 #include "common.cuh"
 #include "params.h"
 
