@@ -141,9 +141,7 @@ func (p *pass) gemv(x driver.Ptr, element, ld, rows int, parts ...kernels.Part) 
 				continue
 			}
 		}
-		for i, q := range some {
-			g.Part[i] = q
-		}
+		copy(g.Part[:], some)
 		if err := start(p, kernels.Gemv, tiles(rowsOf(parts), 8), 1, 1, 0, &g); err != nil {
 			return err
 		}
