@@ -22,11 +22,12 @@ NINFER_DEVICE uint32_t lds32(uint32_t a) {
 struct Tiles16 {
   static constexpr bool kScaled = true;
   // A warp's tiles of the stored tiles a block does one after the other, 128 k at a time as they lie: 512 bytes of codes for each k64, 16 each of
-  // rows g and g + 8 a lane, then scales. Rows that are not there read as the last tile's.
+  // rows g and g + 8 a lane, then scales. Tiles that are not there read as the last one. Even tiles go to the first warpgroup, odd ones to the
+  // second, so that each has whole chunks of order64.
   struct Lane {
     const uint8_t *base, *w;
     uint32_t tile, tiles, bytes;
-    NINFER_DEVICE Lane(const GroupParams& p, uint32_t expert, uint32_t nt) : tile(nt * 8 + threadIdx.x / 32), tiles(p.n / 16), bytes(p.k / 128 * 1152) {
+    NINFER_DEVICE Lane(const GroupParams& p, uint32_t expert, uint32_t nt) : tile(nt * 8 + threadIdx.x / 32 % 4 * 2 + threadIdx.x / 128), tiles(p.n / 16), bytes(p.k / 128 * 1152) {
       base = (const uint8_t*)p.bank + (uint64_t)expert * tiles * bytes + threadIdx.x % 32 * 16;
       w = base + (uint64_t)min(tile, tiles - 1) * bytes;
     }

@@ -46,6 +46,9 @@ NINFER_DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 NINFER_DEVICE uint4 ldg128(const void* p) { return __ldg((const uint4*)p); }
+NINFER_DEVICE void stg128(void* p, uint4 v) {
+  asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 NINFER_DEVICE uint2 ldg64(const void* p) { return __ldg((const uint2*)p); }
 
 // ---- tensor instruction ----

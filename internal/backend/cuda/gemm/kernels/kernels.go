@@ -22,7 +22,7 @@ const (
 	TileK     = 64
 	stages    = 3
 	WideRows  = 192  // activation rows of a tile of packed experts on sm_90
-	FewRows   = 64   // the same where experts get few
+	FewRows   = 40   // the same where experts get few
 	WideAlign = 8    // where the pairs of an expert begin in panels
 	RunRows   = 256  // activation rows of a run of the counting sort
 	SmallRows = 1024 // rows that sort_small does
@@ -38,11 +38,11 @@ const SortShared = SmallRows/32*MaxExpert*6 + 4*MaxExpert
 
 // WideShared is the shared memory of a block of packed experts on sm_90 with items of up to rows rows: WideRows or FewRows.
 func WideShared(rows int) uint32 {
-	acts := 5
+	stages, ring := 6, 3
 	if rows == FewRows {
-		acts = 6
+		stages, ring = 4, 4
 	}
-	return uint32(acts*rows*2*TileK + 8*4*1152 + rows*2*TileCols + 128)
+	return uint32(stages*rows*2*TileK + 8*ring*1152 + rows*2*TileCols + 128)
 }
 
 // Set is the loaded kernels of one context.

@@ -8,21 +8,20 @@
 // Activations lie in panels: [k / 64][sorted pair][64], a pair's 128 bytes already exchanged as the instruction wants them (16-byte chunks by
 // row % 8; an expert's pairs begin at a multiple of eight), so that an item's 64 k are one piece of memory and one bulk copy, which the warps ask for
 // in turn.
-// A warp's codes come by asynchronous copies into a ring of its own, 128 k of its sixteen rows at a time. Nothing but the copies' barriers and the
-// instruction itself holds warps together until a tile's results go through shared memory to whole rows.
+// A warp's codes come by asynchronous copies into a ring of its own, 128 k of its sixteen rows at a time. Nothing but the copies' barriers holds
+// the two warpgroups together, and a tile's results go through shared memory of their own to whole rows.
 //
-// A k64 step is issued before the step before it has ended, while the threads unpack the next one: fragments are double buffered.
 #pragma once
 #include "bank.cuh"
 
-// Shared memory of a block with items of up to ROWS activation rows.
+// Shared memory of a block with items of up to ROWS activation rows: stages of 64 k of activations, each warp's ring of pieces of 128 k of codes,
+// results, barriers (full and empty of every stage, one that nobody waits for).
 template <int ROWS>
 struct Wide {
-  static constexpr uint32_t kAct = ROWS * 128;                    // a stage of activations: 64 k
-  static constexpr uint32_t kActs = ROWS == 64 ? 6 : 5;
-  static constexpr uint32_t kRing = 4, kPiece = 1152;             // of a warp's codes: 128 k
-  static constexpr uint32_t kCodes = kActs * kAct, kOut = kCodes + 8 * kRing * kPiece;
-  static constexpr uint32_t kBars = kOut + ROWS * 256;            // full, empty of every stage, one that nobody waits for
+  static constexpr bool kFew = ROWS == 40;
+  static constexpr uint32_t kActs = kFew ? 4 : 6, kLag = kFew ? 1 : 3;  // stages; how many steps after its use one is filled again
+  static constexpr uint32_t kRing = kFew ? 4 : 3, kAct = ROWS * 128, kPiece = 1152;
+  static constexpr uint32_t kCodes = kActs * kAct, kOut = kCodes + 8 * kRing * kPiece, kBars = kOut + ROWS * 256;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -63,13 +62,13 @@ NINFER_DEVICE void wgmma_rs<32>(float (&d)[4][4], const uint32_t* a, uint32_t b)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
 }
 template <>
-NINFER_DEVICE void wgmma_rs<48>(float (&d)[6][4], const uint32_t* a, uint32_t b) {
+NINFER_DEVICE void wgmma_rs<40>(float (&d)[5][4], const uint32_t* a, uint32_t b) {
   asm volatile(
-      "{.reg .b64 b; mov.b64 b, {%28, 0x40000040};\n"
-      "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {"
-      "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23"
-      "}, {%24,%25,%26,%27}, b, 1, 1, 1, 0;}"
-      : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5)
+      "{.reg .b64 b; mov.b64 b, {%24, 0x40000040};\n"
+      "wgmma.mma_async.sync.aligned.m64n40k16.f32.bf16.bf16 {"
+      "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19"
+      "}, {%20,%21,%22,%23}, b, 1, 1, 1, 0;}"
+      : D4(0), D4(1), D4(2), D4(3), D4(4)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
 }
 template <>
@@ -105,6 +104,18 @@ NINFER_DEVICE void wgmma_rs<128>(float (&d)[16][4], const uint32_t* a, uint32_t 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
 }
 template <>
+NINFER_DEVICE void wgmma_rs<144>(float (&d)[18][4], const uint32_t* a, uint32_t b) {
+  asm volatile(
+      "{.reg .b64 b; mov.b64 b, {%76, 0x40000040};\n"
+      "wgmma.mma_async.sync.aligned.m64n144k16.f32.bf16.bf16 {"
+      "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+      "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,"
+      "%64,%65,%66,%67,%68,%69,%70,%71"
+      "}, {%72,%73,%74,%75}, b, 1, 1, 1, 0;}"
+      : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7), D4(8), D4(9), D4(10), D4(11), D4(12), D4(13), D4(14), D4(15), D4(16), D4(17)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
+}
+template <>
 NINFER_DEVICE void wgmma_rs<160>(float (&d)[20][4], const uint32_t* a, uint32_t b) {
   asm volatile(
       "{.reg .b64 b; mov.b64 b, {%84, 0x40000040};\n"
@@ -114,6 +125,18 @@ NINFER_DEVICE void wgmma_rs<160>(float (&d)[20][4], const uint32_t* a, uint32_t 
       "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
       "}, {%80,%81,%82,%83}, b, 1, 1, 1, 0;}"
       : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7), D4(8), D4(9), D4(10), D4(11), D4(12), D4(13), D4(14), D4(15), D4(16), D4(17), D4(18), D4(19)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
+}
+template <>
+NINFER_DEVICE void wgmma_rs<176>(float (&d)[22][4], const uint32_t* a, uint32_t b) {
+  asm volatile(
+      "{.reg .b64 b; mov.b64 b, {%92, 0x40000040};\n"
+      "wgmma.mma_async.sync.aligned.m64n176k16.f32.bf16.bf16 {"
+      "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+      "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,"
+      "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87"
+      "}, {%88,%89,%90,%91}, b, 1, 1, 1, 0;}"
+      : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7), D4(8), D4(9), D4(10), D4(11), D4(12), D4(13), D4(14), D4(15), D4(16), D4(17), D4(18), D4(19), D4(20), D4(21)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
 }
 template <>
@@ -145,6 +168,8 @@ NINFER_DEVICE void unpack(uint4 code, uint32_t scales, uint32_t* a) {
 
 // The products of one item's rows with stored tiles first..first+count-1 of its expert; finish(tile, acc) takes each tile's sums: acc[j] holds
 // stored rows g, g + 8 of this warp's sixteen for activation rows 8 j + 2 t and one more. k is a multiple of 128.
+//
+// Of many rows: a step is issued before the step before it has ended, while the threads unpack the next one.
 template <class Bank, int N, int ROWS, class Finish>
 NINFER_DEVICE void wide_run(const GroupParams& p, const Item& item, uint32_t first, uint32_t count, Finish finish) {
   using W = Wide<ROWS>;
@@ -179,17 +204,16 @@ NINFER_DEVICE void wide_run(const GroupParams& p, const Item& item, uint32_t fir
   load();
   unpack(raw.codes(0), raw.scales(0), even);
   __syncthreads();  // barriers have been made
-  // Step s asks for the activations of step s - 2 + kActs, which go where those of step s - 2 were: warp s % 8 does. `older` and `old` are the
-  // barriers of steps s - 2 and s - 1 with their parities.
+  // Step s asks for the activations of step s - kLag + kActs, which go where those of step s - kLag were: warp s % 8 does. A warpgroup can be about
+  // kLag steps ahead of the other, so that one multiplies while the other writes results.
   const bf16* const x = p.x + (uint64_t)item.first * kK;
   const uint32_t steps = 2 * pieces, total = steps * count;
   auto fetch = [&](uint32_t bar, uint32_t kt) {
     bar_expect(bar, bytes);
     bulk_copy(base + (bar - bars) / 8 * W::kAct, x + (uint64_t)kt * p.capacity * kK, bytes, bar);
   };
-  if (lane == 0 && warp < W::kActs - 2 && warp < total) fetch(bars + warp * 8, warp % steps);
-  uint32_t asked = warp + W::kActs - 2, asked_kt = asked % steps, turn = warp;
-  uint32_t older = (bars + (W::kActs - 2) * 8) | 1, old = (bars + (W::kActs - 1) * 8) | 1;
+  if (lane == 0 && warp < W::kActs - W::kLag && warp < total) fetch(bars + warp * 8, warp % steps);
+  uint32_t asked = warp + W::kActs - W::kLag, asked_kt = asked % steps, turn = warp;
   float acc[N / 8][4];
   const uint32_t first_stage = (uint32_t)wgmma_operand(base);
   uint32_t stage = first_stage, full = bars, parity = 0, before = bars + 2 * W::kActs * 8;
@@ -205,15 +229,16 @@ NINFER_DEVICE void wide_run(const GroupParams& p, const Item& item, uint32_t fir
     if (turn-- == 0) {
       turn = 7;
       if (asked < total && lane == 0) {
-        const uint32_t bar = older & ~1u;
-        bar_wait(bar + W::kActs * 8, older & 1);
+        const bool same = full >= bars + W::kLag * 8;  // the same round of the stages
+        const uint32_t bar = full + (same ? 0 : W::kActs * 8) - W::kLag * 8;
+        bar_wait(bar + W::kActs * 8, same ? parity : parity ^ 1);
         fetch(bar, asked_kt);
       }
       __syncwarp();
       asked += 8, asked_kt += 8;
       while (asked_kt >= steps) asked_kt -= steps;
     }
-    before = full + W::kActs * 8, older = old, old = full | parity;
+    before = full + W::kActs * 8;
     stage += W::kAct / 16, full += 8;
     if (full == bars + W::kActs * 8) stage = first_stage, full = bars, parity ^= 1;
     unpack(raw.codes(half ^ 1), raw.scales(half ^ 1), next);
@@ -231,6 +256,96 @@ NINFER_DEVICE void wide_run(const GroupParams& p, const Item& item, uint32_t fir
     }
     wgmma_wait();
     finish(tile, acc);
+  }
+  copy_wait<0>();
+}
+
+// The same of few rows, three blocks an SM: what one of them waits for the others hide, so that a step needs one fragment and 80 registers do. Rings
+// have four places, and the main loop goes around the stages once, so that addresses are constants.
+template <class Bank, int N, int ROWS, class Finish>
+NINFER_DEVICE void few_run(const GroupParams& p, const Item& item, uint32_t first, uint32_t count, Finish finish) {
+  using W = Wide<ROWS>;
+  const uint32_t base = smem_addr(smem), full = base + W::kBars, empty = full + W::kActs * 8, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const uint32_t pieces = p.k / 128, total = pieces * count, ring = base + W::kCodes + warp * 4 * W::kPiece;
+  if (threadIdx.x == 0) {
+    for (uint32_t i = 0; i < 2 * W::kActs; i++) bar_init(full + i * 8, i < W::kActs ? 1 : 8);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  // Codes: piece i of all tiles' goes to place i % 4.
+  typename Bank::Lane from(p, item.expert, first);
+  uint32_t asked = 0;
+  auto ask = [&](uint32_t i) {
+    if (i < total) {
+      from.copy(ring + i % 4 * W::kPiece);
+      if (++asked == pieces) asked = 0, from.next();
+    }
+    copy_commit();
+  };
+#pragma unroll
+  for (uint32_t i = 0; i < 4; i++) ask(i);
+  typename Bank::Piece raw;
+  auto load = [&](uint32_t i) {
+    copy_wait<3>();
+    __syncwarp();
+    raw.load(ring + i % 4 * W::kPiece);
+    __syncwarp();
+    ask(i + 4);
+  };
+  uint32_t weights[16];
+  load(0);
+  __syncthreads();  // barriers have been made
+  // Activations: step s asks for those of step s + kEarly, which go where those of step s - kLag were. The warps take turns.
+  const bf16* const x = p.x + (uint64_t)item.first * kK;
+  const uint32_t bytes = (item.rows + 7) / 8 * 1024, steps = 2 * pieces, all = steps * count;
+  auto fetch = [&](uint32_t s, uint32_t kt) {
+    bar_expect(full + s % 4 * 8, bytes);
+    bulk_copy(base + s % 4 * W::kAct, x + (uint64_t)kt * p.capacity * kK, bytes, full + s % 4 * 8);
+  };
+  constexpr uint32_t kEarly = 4 - W::kLag;
+  if (lane == 0 && warp < kEarly && warp < all) fetch(warp, warp % steps);
+  float acc[N / 8][4];
+  const auto clear = [&]() {
+#pragma unroll
+    for (int j = 0; j < N / 8; j++)
+#pragma unroll
+      for (int l = 0; l < 4; l++) acc[j][l] = 0;
+  };
+  clear();
+  const uint32_t operand = (uint32_t)wgmma_operand(base);
+  uint32_t tile = first, k = 0, parity = 0;
+#pragma unroll 1
+  for (uint32_t i = 0; i < total; i += 2, parity ^= 1) {  // two pieces are four steps
+#pragma unroll
+    for (int u = 0; u < 2; u++) {
+      if (u && i + u >= total) break;
+      auto step = [&](int half) {
+        const uint32_t place = 2 * u + half, s = 2 * (i + u) + half;
+        unpack(raw.codes(half), raw.scales(half), weights);
+        bar_wait(full + place * 8, parity);
+        wgmma_fence();
+#pragma unroll
+        for (int kk = 0; kk < 4; kk++) wgmma_rs<N>(acc, weights + 4 * kk, operand + place * (W::kAct / 16) + 2 * kk);
+        wgmma_commit();
+        if (half) load(i + u + 1);
+        wgmma_wait();
+        if (lane == 0) bar_arrive(empty + place * 8);
+        if ((s ^ warp) % 8 == 0) {
+          if (lane == 0 && s + kEarly < all) {
+            bar_wait(empty + (place + kEarly) % 4 * 8, place < W::kLag ? parity ^ 1 : parity);
+            uint32_t kt = 2 * k + half + kEarly;
+            while (kt >= steps) kt -= steps;
+            fetch(s + kEarly, kt);
+          }
+          __syncwarp();
+        }
+      };
+      step(0);
+      step(1);
+      if (++k < pieces) continue;
+      finish(tile++, acc);
+      clear();
+      k = 0;
+    }
   }
   copy_wait<0>();
 }
