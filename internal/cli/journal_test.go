@@ -35,7 +35,7 @@ func TestServeJournal(t *testing.T) {
 			b, _ := io.ReadAll(res.Body)
 			return string(b)
 		}
-		if body := read(send("POST", "/v1/chat/completions", `{"messages":[{"role":"user","content":"promptword"}],"max_tokens":5}`)); !strings.Contains(body, `"completion_tokens":5`) {
+		if body := read(send("POST", "/v1/chat/completions", `{"messages":[{"role":"user","content":"promptword"}],"max_tokens":5,"temperature":0}`)); !strings.Contains(body, `"completion_tokens":5`) {
 			t.Errorf("%s", body)
 		}
 		read(send("POST", "/v1/chat/completions", `{"promptword":1}`))

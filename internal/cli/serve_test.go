@@ -222,7 +222,7 @@ func TestServeSeedLines(t *testing.T) {
 		},
 	} {
 		s := startServe(t, path, strings.Fields(c.line)...)
-		res, err := http.Post(s.url+"/v1/chat/completions", "", strings.NewReader(fmt.Sprintf(`{"model":%q,"messages":[{"role":"user","content":"Q"}],"max_tokens":5}`, c.model)))
+		res, err := http.Post(s.url+"/v1/chat/completions", "", strings.NewReader(fmt.Sprintf(`{"model":%q,"messages":[{"role":"user","content":"Q"}],"max_tokens":5,"temperature":0}`, c.model)))
 		if err != nil {
 			t.Fatal(err)
 		}
