@@ -254,7 +254,18 @@ func (q *Queue) hand(t *Ticket) {
 	if ended {
 		return
 	}
-	err := q.worker.Add(t.slot.ctx, t.id, t.req, func() {
+	req := t.req
+	if w := req.Watcher; w != nil {
+		req.Watcher = watched{t, w}
+	}
+	if f := req.Progress; f != nil {
+		req.Progress = func(done int) {
+			if t.runs {
+				f(done)
+			}
+		}
+	}
+	err := q.worker.Add(t.slot.ctx, t.id, req, func() {
 		q.mu.Lock()
 		defer q.mu.Unlock()
 		if !t.ended {
@@ -274,6 +285,27 @@ func (q *Queue) hand(t *Ticket) {
 		defer q.mu.Unlock()
 		q.finish(t, cancelled(t), err)
 	}
+}
+
+// watched is a ticket's watcher while the ticket runs. A ticket may be dropped between the worker's last look at what is gone and its
+// start; the worker then runs a request that nobody waits for, and must not reach its watcher. Only the queue's goroutine writes runs.
+type watched struct {
+	t *Ticket
+	w Watcher
+}
+
+func (w watched) Preview(ids []int32) Verdict {
+	if !w.t.runs {
+		return Verdict{Reason: Cancelled}
+	}
+	return w.w.Preview(ids)
+}
+
+func (w watched) Commit(ids []int32) error {
+	if !w.t.runs {
+		return context.Canceled
+	}
+	return w.w.Commit(ids)
 }
 
 // idle waits until all places are given back after a failure.

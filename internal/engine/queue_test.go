@@ -74,6 +74,7 @@ func (c *counter) Generate(ctx context.Context, r engine.Request) (engine.Outcom
 type serial struct {
 	gen   *counter
 	queue []handed
+	begin func() // before a request runs; may be nil
 }
 
 type handed struct {
@@ -110,6 +111,9 @@ func (s *serial) Step() (bool, error) {
 	if h.ctx.Err() != nil {
 		h.onDone(engine.Outcome{Reason: engine.Cancelled}, nil)
 		return true, nil
+	}
+	if s.begin != nil {
+		s.begin()
 	}
 	h.onRun()
 	out, err := s.gen.Generate(h.ctx, h.req)
@@ -165,6 +169,26 @@ func submit(t testing.TB, q *engine.Queue, ctx context.Context, r engine.Request
 		t.Fatal(err)
 	}
 	return s, ticket
+}
+
+// A request whose time is up just as the worker begins with it has ended: nobody is told of what the worker still does.
+func TestQueueDropsWhatBegins(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		gen := &counter{delay: time.Second}
+		q := engine.NewQueue(&serial{gen: gen, begin: func() { time.Sleep(2 * time.Second) }}, 1, time.Second)
+		told := &recorder{}
+		s, tk := submit(t, q, t.Context(), engine.Request{Prompt: []int32{100}, MaxNew: 2, Watcher: told})
+		if _, err := tk.Outcome(); !errors.Is(err, engine.ErrPending) {
+			t.Errorf("the outcome's error is %v", err)
+		}
+		told.end()
+		time.Sleep(time.Minute)
+		s.Release()
+		drain(q)
+		if ids, late := told.end(); late || len(ids) > 0 || len(gen.runs) != 1 {
+			t.Errorf("%v told, late %v, %d runs", ids, late, len(gen.runs))
+		}
+	})
 }
 
 // Places are taken before anything is prepared and given back after delivery; order is that of submission.
