@@ -18,11 +18,8 @@ func (s *step) bf16MoE(l *loader, op backend.MoE) func(*pass) error {
 		h%8 != 0 || h > 2560 || w.Inter%8 != 0 || w.Experts > 512 || w.TopK > 16 || 2*(w.TopK+1)*w.Inter > d.owner.Device().SharedPerBlock-1024 {
 		return nil
 	}
-	router, ok1 := tunedMatrix(l.matrix(w.Router))
-	gate, ok2 := tunedMatrix(l.matrix(w.SharedGate))
-	up, ok3 := tunedMatrix(l.matrix(w.SharedUp))
-	if !ok1 || !ok2 || !ok3 || router.format == kernels.FormatQ4 || gate.format != router.format || up.format != router.format ||
-		gate.flags != router.flags || up.flags != router.flags {
+	router, gate, up, ok := routerMatrices(l, w)
+	if !ok {
 		return nil
 	}
 	type plan struct {
@@ -69,23 +66,8 @@ func (s *step) bf16MoE(l *loader, op backend.MoE) func(*pass) error {
 				return err
 			}
 		}
-		q := route
-		if !p.plain {
-			on, err := p.forceExperts(op, forced)
-			if err != nil {
-				return err
-			}
-			if on {
-				q.Forced = forced
-			}
-		}
-		if err := start(p, plain.RouteWide, len(p.rows), 1, 1, 0, &q); err != nil {
+		if err := p.route(op, plain.RouteWide, route, forced); err != nil {
 			return err
-		}
-		if !p.plain {
-			if err := p.traceExperts(op, route.Chosen); err != nil {
-				return err
-			}
 		}
 		if err := start(p, plain.ExpertUpWide, 2*sms, len(p.rows), 1, 0, &first); err != nil {
 			return err

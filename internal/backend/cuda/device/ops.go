@@ -581,29 +581,34 @@ func (s *step) prepareMoE(c *driver.Context, op backend.MoE) (func(*pass) error,
 		if err := p.gemv(s.bufs[op.In], 2, h, len(p.rows), parts...); err != nil {
 			return err
 		}
-		q := route
-		if !p.plain {
-			on, err := p.forceExperts(op, forced)
-			if err != nil {
-				return err
-			}
-			if on {
-				q.Forced = forced
-			}
-		}
-		if err := start(p, kernels.Route, len(p.rows), 1, 1, 0, &q); err != nil {
+		if err := p.route(op, kernels.Route, route, forced); err != nil {
 			return err
-		}
-		if !p.plain {
-			if err := p.traceExperts(op, route.Chosen); err != nil {
-				return err
-			}
 		}
 		if err := start(p, kernels.ExpertUp, tiles(widest, 8), w.TopK+1, len(p.rows), 0, &up); err != nil {
 			return err
 		}
 		return start(p, kernels.ExpertDown, tiles(h, 8), len(p.rows), 1, 0, &down)
 	}, l.err
+}
+
+// route runs a kernel that chooses the experts of each row, or takes those that a test forces, and notes them where they are traced.
+func (p *pass) route(op backend.MoE, kernel kernels.ID, q kernels.RouteParams, forced driver.Ptr) error {
+	if !p.plain {
+		on, err := p.forceExperts(op, forced)
+		if err != nil {
+			return err
+		}
+		if on {
+			q.Forced = forced
+		}
+	}
+	if err := start(p, kernel, len(p.rows), 1, 1, 0, &q); err != nil {
+		return err
+	}
+	if p.plain {
+		return nil
+	}
+	return p.traceExperts(op, q.Chosen)
 }
 
 // forceExperts sends the forced experts of the rows that have some.

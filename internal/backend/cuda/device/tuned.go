@@ -315,6 +315,15 @@ func (d *Device) repack(c *driver.Context, w backend.Weight, paired bool) (bank,
 	return b, nil
 }
 
+// routerMatrices are the router and the shared expert's first half, which one kernel multiplies: of one format, and not Q4; ok tells whether it takes them.
+func routerMatrices(l *loader, w *backend.MoEWeights) (router, gate, up stored, ok bool) {
+	router, ok1 := tunedMatrix(l.matrix(w.Router))
+	gate, ok2 := tunedMatrix(l.matrix(w.SharedGate))
+	up, ok3 := tunedMatrix(l.matrix(w.SharedUp))
+	same := gate.format == router.format && up.format == router.format && gate.flags == router.flags && up.flags == router.flags
+	return router, gate, up, ok1 && ok2 && ok3 && same && router.format != kernels.FormatQ4
+}
+
 // tunedMoE prepares a mixture of experts on the tuned kernels; nil if they do not take it.
 func (s *step) tunedMoE(l *loader, op backend.MoE) func(*pass) error {
 	d, w := s.d, op.W
@@ -326,11 +335,8 @@ func (s *step) tunedMoE(l *loader, op backend.MoE) func(*pass) error {
 		w.SharedVector.T.Format != num.BF16 {
 		return nil
 	}
-	router, ok1 := tunedMatrix(l.matrix(w.Router))
-	gate, ok2 := tunedMatrix(l.matrix(w.SharedGate))
-	up, ok3 := tunedMatrix(l.matrix(w.SharedUp))
-	if !ok1 || !ok2 || !ok3 || router.format == kernels.FormatQ4 || gate.format != router.format || up.format != router.format ||
-		gate.flags != router.flags || up.flags != router.flags {
+	router, gate, up, ok := routerMatrices(l, w)
+	if !ok {
 		return nil
 	}
 	type plans struct {
