@@ -26,7 +26,7 @@ const (
 // the official config.
 var bare = []string{"architectures", "model_type", "hidden_size", "num_hidden_layers", "vocab_size", "num_experts"}
 
-// Description is what a directory says beside its objects (artifact.md 4.1.4 and 4.2, design.md 5).
+// Description is what a directory says beside its objects (docs/format.md 4.1.4 and 4.2).
 type Description struct {
 	Components []Component
 	Bindings   []Binding

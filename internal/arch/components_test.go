@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-// TestDescribeOfficial: artifact.md 4.1.4's components, and the numbers of uses of 4.1.5.
+// TestDescribeOfficial: docs/format.md 4.1.4's components, and the numbers of uses of 4.1.5.
 func TestDescribeOfficial(t *testing.T) {
 	for _, tt := range []struct {
 		v                Variant

@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// The constants that the published checkpoint stores as tensors (artifact.md 5.4).
+// The constants that the published checkpoint stores as tensors (docs/format.md 5.4).
 func TestNgramOfficial(t *testing.T) {
 	n := Official().Text.Ngram(0)
 	if want := []int64{23703573157769, 20109073645365, 8052911324071}; !slices.Equal(n.Multipliers, want) {

@@ -59,7 +59,7 @@ func (c *Config) ProposalRows(ids int) int {
 	return ids * 6 / 10 / 64 * 64
 }
 
-// Inventory returns every object of the artifact of a config, in order: artifact.md 4.1.2 (dialect L), and for profile Mixed 4.2.1
+// Inventory returns every object of the artifact of a config, in order: docs/format.md 4.1.2 (dialect L), and for profile Mixed 4.2.1
 // (dialect E). An inventory is closed: a checkpoint or artifact with one tensor more or less is refused. proposalRows is
 // Config.ProposalRows, or the rows that an artifact records; dialect E has no proposal head, and it is not used there.
 //
@@ -146,7 +146,7 @@ func (b *builder) copied(id string, shape ...int) {
 	b.add(id, num.BF16, Source{Op: OpCopy, Name: id, DType: "BF16", Shape: shape}, shape...)
 }
 
-// projection adds a matrix that option fp8proj converts (artifact.md 4.1.3).
+// projection adds a matrix that option fp8proj converts (docs/format.md 4.1.3).
 func (b *builder) projection(id string, rows, cols int) {
 	if !b.v.FP8Proj {
 		b.copied(id, rows, cols)

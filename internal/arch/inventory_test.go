@@ -11,18 +11,18 @@ import (
 	"ninfer/internal/num"
 )
 
-// officialResources are the sizes of the six files in the official repository (artifact.md 4).
+// officialResources are the sizes of the six files in the official repository (docs/format.md 4).
 var officialResources = map[string]int64{
 	"frontend/tokenizer.json": 12809320, "frontend/tokenizer_config.json": 17928, "frontend/chat_template.jinja": 8952,
 	"frontend/generation_config.json": 202, "frontend/preprocessor_config.json": 390, "frontend/video_preprocessor_config.json": 385,
 }
 
-// variants are the inventories artifact.md 4.1 gives counts, digests and offsets for.
+// variants are the inventories docs/format.md 4.1 gives counts, digests and offsets for.
 var variants = []struct {
 	v       Variant
 	digest  string
 	formats string // bf16, fp8 row, fp32, nvfp4, fp8, q4, q5, q6, q8, int32
-	payload int64  // 4.1.5
+	payload int64  // docs/format.md 4.1.5
 }{
 	{
 		Variant{Profile: Radixark},
@@ -81,7 +81,7 @@ func officialInventory(t testing.TB, v Variant) []Spec {
 	return specs
 }
 
-// place gives the offsets that artifact.md 1.5 prescribes, and the payload length.
+// place gives the offsets that docs/format.md 1.5 prescribes, and the payload length.
 func place(t testing.TB, specs []Spec) (offsets, sizes []int64, end int64) {
 	t.Helper()
 	for _, s := range specs {
@@ -101,7 +101,7 @@ func place(t testing.TB, specs []Spec) (offsets, sizes []int64, end int64) {
 	return offsets, sizes, end
 }
 
-// checkInventory compares an inventory with its digest (artifact.md 4.1.5), the number of tensors of each format, and its payload.
+// checkInventory compares an inventory with its digest (docs/format.md 4.1.5), the number of tensors of each format, and its payload.
 func checkInventory(t *testing.T, specs []Spec, digest, formats string, payload int64, order ...num.Format) {
 	t.Helper()
 	offsets, sizes, end := place(t, specs)
@@ -121,17 +121,17 @@ func checkInventory(t *testing.T, specs []Spec, digest, formats string, payload 
 	}
 	sum := sha256.Sum256([]byte(text.String()))
 	if got := hex.EncodeToString(sum[:]); got != digest {
-		t.Errorf("inventory digest %s, specification %s", got, digest)
+		t.Errorf("inventory digest %s, want %s", got, digest)
 	}
 	var counts []string
 	for _, f := range order {
 		counts = append(counts, strconv.Itoa(count[f]))
 	}
 	if got := strings.Join(counts, " "); got != formats {
-		t.Errorf("formats %s, specification %s", got, formats)
+		t.Errorf("formats %s, want %s", got, formats)
 	}
 	if end != payload {
-		t.Errorf("payload %d bytes, specification %d", end, payload)
+		t.Errorf("payload %d bytes, want %d", end, payload)
 	}
 }
 
@@ -144,7 +144,7 @@ func TestOfficialInventory(t *testing.T) {
 	}
 }
 
-// TestOfficialOffsets checks the table of selected offsets, artifact.md 4.1.5.
+// TestOfficialOffsets checks the table of selected offsets, docs/format.md 4.1.5.
 func TestOfficialOffsets(t *testing.T) {
 	l0, l1 := MLPPrefix(LayerPrefix(0)), PLEPrefix(LayerPrefix(1))
 	mtp := MLPPrefix(MTPLayerPrefix)
@@ -177,7 +177,7 @@ func TestOfficialOffsets(t *testing.T) {
 			if want, ok := tt.at[s.ID]; ok {
 				found++
 				if offsets[i] != want {
-					t.Errorf("%+v: %s at %d, specification %d", tt.v, s.ID, offsets[i], want)
+					t.Errorf("%+v: %s at %d, want %d", tt.v, s.ID, offsets[i], want)
 				}
 			}
 		}
@@ -187,7 +187,7 @@ func TestOfficialOffsets(t *testing.T) {
 	}
 }
 
-// TestOfficialSources checks the number of tensors a checkpoint's index lists, artifact.md 5.2.2, and one table row of each kind.
+// TestOfficialSources checks the number of tensors a checkpoint's index lists, docs/format.md 5.2.2, and one table row of each kind.
 func TestOfficialSources(t *testing.T) {
 	for _, tt := range []struct {
 		v     Variant
@@ -232,7 +232,7 @@ func TestOfficialSources(t *testing.T) {
 			"model.visual.pos_embed.weight":                            "BF16[2304 1152]",
 		} {
 			if have[name] != want {
-				t.Errorf("%+v: %s is %q, specification %q", tt.v, name, have[name], want)
+				t.Errorf("%+v: %s is %q, want %q", tt.v, name, have[name], want)
 			}
 		}
 	}

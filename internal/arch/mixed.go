@@ -8,7 +8,7 @@ import (
 	"ninfer/internal/num"
 )
 
-// The ids of dialect E reached disk in published artifacts and cannot change (artifact.md 4.2).
+// The ids of dialect E reached disk in published artifacts and cannot change (docs/format.md 4.2).
 const (
 	mixedText  = "text/"
 	mixedMTP   = "mtp/"
@@ -36,7 +36,7 @@ func MixedShard(l, i int) string { return mixedLayer(l) + mixedShards + strconv.
 // expert banks: they are BF16 there. Formats and layouts have the spellings of version 3.
 func MixedV2Inventory(c *Config) ([]Spec, error) { return mixedInventory(c, num.BF16) }
 
-// mixedInventory is artifact.md 4.2.1 with 5.6.
+// mixedInventory is docs/format.md 4.2.1 with 5.6.
 func mixedInventory(c *Config, draft num.Format) ([]Spec, error) {
 	t := &c.Text
 	if err := t.checkBanks(); err != nil {
@@ -218,7 +218,7 @@ func (b *mixedBuilder) ple() error {
 	return nil
 }
 
-// mixedBindings are the logical parameters that an object of dialect E is bound to (artifact.md 4.2.3).
+// mixedBindings are the logical parameters that an object of dialect E is bound to (docs/format.md 4.2.3).
 func mixedBindings(s Spec) []Binding {
 	name := s.ID
 	if rest, ok := strings.CutPrefix(name, mixedDraft); ok {
@@ -253,7 +253,7 @@ func split(s Spec, prefix, suffix string) []Binding {
 	return out
 }
 
-// What a parameter is applied to (artifact.md 4.2.4): in a layer of text or drafter, in a vision block, elsewhere.
+// What a parameter is applied to (docs/format.md 4.2.4): in a layer of text or drafter, in a vision block, elsewhere.
 var (
 	mixedLayerInputs = map[string]string{
 		"attention/hyper_connection/input_mix/down": "attention/hyper_connection/normalized_state",

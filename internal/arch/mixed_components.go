@@ -17,7 +17,7 @@ const (
 	mixedVisionModelType  = "qwen4_exp_vision"
 )
 
-// describeMixed is Describe for dialect E (artifact.md 4.2.2 to 4.2.5).
+// describeMixed is Describe for dialect E (docs/format.md 4.2.2 to 4.2.5).
 func describeMixed(c *Config, v Variant, specs []Spec) (*Description, error) {
 	text, err := c.mixedText()
 	if err != nil {

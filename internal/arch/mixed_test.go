@@ -11,7 +11,7 @@ import (
 	"ninfer/internal/num"
 )
 
-// mixedInventories are the two containers of dialect E: digests, counts, sizes and offsets of artifact.md 4.1.5, 4.2 and 1.8.3.
+// mixedInventories are the two containers of dialect E: digests, counts, sizes and offsets of docs/format.md 4.1.5, 4.2 and 1.8.3.
 var mixedInventories = []struct {
 	name      string
 	inventory func(*Config) ([]Spec, error)
@@ -59,7 +59,7 @@ func TestMixedInventory(t *testing.T) {
 				for _, at := range []map[string]int64{same, tt.offsets} {
 					if want, ok := at[s.ID]; ok {
 						if found++; offsets[i] != want {
-							t.Errorf("%s at %d, specification %d", s.ID, offsets[i], want)
+							t.Errorf("%s at %d, want %d", s.ID, offsets[i], want)
 						}
 					}
 				}
@@ -84,7 +84,7 @@ func TestMixedInventory(t *testing.T) {
 	}
 }
 
-// TestMixedSources: the published converter reads 1,278 direct tensors, 312 FP8 tensors and 294,912 expert tensors (5.6).
+// TestMixedSources: the published converter reads 1,278 direct tensors, 312 FP8 tensors and 294,912 expert tensors.
 func TestMixedSources(t *testing.T) {
 	specs, err := Inventory(Official(), Variant{Profile: Mixed}, 0)
 	if err != nil {
@@ -104,7 +104,7 @@ func TestMixedSources(t *testing.T) {
 		}
 	}
 	if direct != 1278 || row != 312 || expert != 294912 {
-		t.Errorf("%d direct, %d row-scaled, %d expert tensors, specification 1278, 312, 294912", direct, row, expert)
+		t.Errorf("%d direct, %d row-scaled, %d expert tensors, want 1278, 312, 294912", direct, row, expert)
 	}
 	for name, want := range map[string]string{
 		layers + "0.mlp.experts.511.gate_proj.weight_packed":        "U8[640 1280]",
@@ -122,7 +122,7 @@ func TestMixedSources(t *testing.T) {
 		layers + "1.ple.ple_embedding.ngram_embedding.weight_scale": "",
 	} {
 		if have[name] != want {
-			t.Errorf("%s is %q, specification %q", name, have[name], want)
+			t.Errorf("%s is %q, want %q", name, have[name], want)
 		}
 	}
 }
@@ -170,7 +170,7 @@ func TestMixedHolds(t *testing.T) {
 	}
 }
 
-// TestDescribeMixed: numbers and samples of artifact.md 4.2.2 to 4.2.4; the bytes are compared by their digests in package convert.
+// TestDescribeMixed: numbers and samples of docs/format.md 4.2.2 to 4.2.4; the bytes are compared by their digests in package convert.
 func TestDescribeMixed(t *testing.T) {
 	v := Variant{Profile: Mixed}
 	specs, err := Inventory(Official(), v, 0)

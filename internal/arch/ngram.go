@@ -2,7 +2,7 @@ package arch
 
 import "math"
 
-// Ngram holds what the hash of one PLE module needs (transformers, Qwen4ExpTextNGramEmbedding; artifact.md 5.4).
+// Ngram holds what the hash of one PLE module needs (transformers, Qwen4ExpTextNGramEmbedding; docs/format.md 5.4).
 //
 // A token t with predecessors p1, p2 (ResetID where there is none) has the mixed values b = t*m0 ^ p1*m1 for pairs and
 // b ^ p2*m2 for triples, in wrapping 64-bit arithmetic; head j reads table row Offsets[j] + floorMod(mixed, Sizes[j]).

@@ -8,7 +8,7 @@ import (
 	"ninfer/internal/num"
 )
 
-// Op says how an object's content is made from the checkpoint (artifact.md 5.5).
+// Op says how an object's content is made from the checkpoint (docs/format.md 5.5).
 type Op uint8
 
 // The transformations. Words are copied bit for bit unless the operation says otherwise.
@@ -20,15 +20,15 @@ const (
 	OpQuantize              // a BF16 tensor, read as rows x columns of the object, encoded into the object's format
 	OpBank                  // ModelOpt experts: codes and block scales copied, divisor 1/weight_scale_2
 	OpDivisors              // ModelOpt experts: activation divisors 1/input_scale
-	OpEncodeBank            // a BF16 bank encoded as NVFP4 by Encoder, one divisor an expert (artifact.md 2.8)
+	OpEncodeBank            // a BF16 bank encoded as NVFP4 by Encoder, one divisor an expert (docs/format.md 2.8)
 	OpConstant              // every value is Constant
-	OpEncodeTable           // BF16 table shards encoded with the one multiplier of the whole table (2.7)
+	OpEncodeTable           // BF16 table shards encoded with the one multiplier of the whole table (docs/format.md 2.7)
 	OpTableScale            // that multiplier
-	OpProposal              // the chosen rows of the BF16 output head, encoded (2.9)
+	OpProposal              // the chosen rows of the BF16 output head, encoded (docs/format.md 2.9)
 	OpProposalIDs           // which rows were chosen
-	OpRowScaled             // FP8 matrices one below the other, codes copied, then their FP32 row multipliers (5.6)
-	OpPackedBank            // compressed-tensors experts: codes, block scales and divisors copied (2.4)
-	OpPackedTable           // shard Index of the INT4 table, which lies in a folder of its own: codes, then scales (5.6)
+	OpRowScaled             // FP8 matrices one below the other, codes copied, then their FP32 row multipliers (docs/format.md 5.6)
+	OpPackedBank            // compressed-tensors experts: codes, block scales and divisors copied (docs/format.md 2.4)
+	OpPackedTable           // shard Index of the INT4 table, which lies in a folder of its own: codes, then scales (docs/format.md 5.6)
 )
 
 // Source is where an object's content comes from: a compact description, since the banks of the official model are made from

@@ -86,13 +86,13 @@ func (v Variant) suffix(sep string) string {
 	return s
 }
 
-// OutputName is the file name convert insists on, whatever the config (artifact.md 4.1.1).
+// OutputName is the file name convert insists on, whatever the config (docs/format.md 4.1.1).
 func (v Variant) OutputName() string {
 	base := "qwen3_8_flash_next_125b_a6b_nvfp4"
 	switch v.Profile {
 	case Swift:
 		base = "swift_1_5_qwen3_8_flash_next_nvfp4"
-	case Mixed: // the name of both published versions before the second got .v3 in its name (6.2)
+	case Mixed: // the name of both published versions before the second got .v3 in its name (docs/format.md 1.8.3)
 		base = "qwen3_8_flash_next_mixed"
 	}
 	return base + v.suffix("_") + ".ninfer"

@@ -12,7 +12,7 @@ import (
 	"testing"
 )
 
-// tinyDirectory is the directory of specification 7.2.
+// tinyDirectory is the directory of docs/format.md 7.2.
 func tinyDirectory() *Directory {
 	d := &Directory{
 		Objects: []Object{
@@ -28,7 +28,7 @@ func tinyDirectory() *Directory {
 	return d
 }
 
-// tinyObjects is the content of specification 7.2.
+// tinyObjects is the content of docs/format.md 7.2.
 func tinyObjects() map[string][]byte {
 	b := make([]byte, 0, 24000)
 	for i := range 6000 {
@@ -80,7 +80,7 @@ func listing(t testing.TB, dir string) []string {
 	return names
 }
 
-// TestTiny writes the artifact of specification 7.2 and compares the files
+// TestTiny writes the artifact of docs/format.md 7.2 and compares the files
 // with the digests given there.
 func TestTiny(t *testing.T) {
 	for _, c := range []struct {

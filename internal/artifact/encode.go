@@ -8,7 +8,7 @@ import (
 	"unicode/utf8"
 )
 
-// The directory text is fixed to the byte (specification 1.5): no white
+// The directory text is fixed to the byte (docs/format.md 1.5): no white
 // space, member order as listed here, non-ASCII characters literal. A general
 // JSON encoder sorts, escapes or reformats numbers, so the text is written by
 // hand. These bytes enter artifact ids and published digests.
@@ -108,8 +108,8 @@ func appendScalar(dst []byte, dec *jsontext.Decoder) ([]byte, error) {
 type order int
 
 const (
-	converterOrder order = iota // specification 1.5
-	upgradeOrder                // of the dialect L upgrade, specification 1.9
+	converterOrder order = iota // docs/format.md 1.5
+	upgradeOrder                // of the dialect L upgrade, docs/format.md 1.9
 )
 
 // appendContent appends the directory text up to but excluding `,"files":`.

@@ -20,7 +20,7 @@ var ErrLocked = errors.New("another process is writing this output")
 type FormatError struct {
 	Path string // the file that is at fault: the entry or a part
 	// Rule is the number of the row in the reader's rejection table
-	// (specification 1.3, R1 to R23).
+	// (docs/format.md 1.3, R1 to R23).
 	Rule   int
 	Class  string // short name of the kind of fault, such as "bad directory"
 	Detail string // what is wrong and where

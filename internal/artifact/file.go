@@ -17,7 +17,7 @@ import (
 	"ninfer/internal/mmap"
 )
 
-// Framing of the container (specification 1.1). All of it has reached disk
+// Framing of the container (docs/format.md 1.1). All of it has reached disk
 // and cannot change.
 const (
 	entryMagic = "NINFER\x00\x03"

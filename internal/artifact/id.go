@@ -40,7 +40,7 @@ func isContentID(id [16]byte) bool { return id[6]>>4 == 8 && id[8]>>6 == 2 }
 const upgradeIDPrefix = "ninfer-v3/qwen4_exp/v2-upgrade"
 
 // UpgradeID derives the id that the upgrade of a version 2 mixed artifact
-// gives its output (specification 1.6): from the SHA-256 of the version 2
+// gives its output (docs/format.md 1.6): from the SHA-256 of the version 2
 // file, 64 lower-case hex digits, and the canonical form of the directory
 // without offsets and files. It says nothing about the payload.
 func (p *Plan) UpgradeID(v2SHA256 string) ([16]byte, error) {
@@ -61,7 +61,7 @@ func upgradeID(d *Directory, text []byte, v2SHA256 string) ([16]byte, error) {
 	return [16]byte(h.Sum(nil)), nil
 }
 
-// canonicalDirectory is C of specification 1.6.
+// canonicalDirectory is the canonical form of docs/format.md 1.6.
 func canonicalDirectory(d *Directory, text []byte) ([]byte, error) {
 	members := map[string][]byte{"metadata": []byte("{}"), "provenance": []byte("{}")}
 	dec := jsontext.NewDecoder(bytes.NewReader(text))

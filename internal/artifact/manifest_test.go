@@ -27,7 +27,7 @@ func TestManifest(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// Digests of the files are those of specification 7.2.
+	// Digests of the files are those of docs/format.md 7.2.
 	var m struct {
 		Manifest string
 		ID       string `json:"artifact_id"`

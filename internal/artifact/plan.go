@@ -20,7 +20,7 @@ const DefaultLimit = 32_000_000_000
 type PlanOptions struct {
 	Limit int64 // largest file in bytes; 0 is DefaultLimit
 	// Upgrade plans as the upgrade of a version 2 dialect L artifact does
-	// (specification 1.9): objects keep their offsets, so that unreferenced
+	// (docs/format.md 1.9): objects keep their offsets, so that unreferenced
 	// holes may be between them, and members have that upgrade's order.
 	Upgrade bool
 }
@@ -172,7 +172,7 @@ func holes(objects []Object, total int64) []Region {
 	return out
 }
 
-// split cuts the payload into files (specification 1.5, steps 2 and 3).
+// split cuts the payload into files (docs/format.md 1.5).
 func split(entry string, start, payload, limit int64) ([]FileRecord, error) {
 	if start >= limit {
 		return nil, fmt.Errorf("artifact: a file limit of %d bytes does not hold the directory of %s, which needs %d", limit, entry, start)

@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-// TestSplit has the capacities of specification 1.5 and 7.2.
+// TestSplit has the capacities of docs/format.md 1.5 and 7.2.
 func TestSplit(t *testing.T) {
 	const cap = 31_999_995_904
 	for _, c := range []struct {
@@ -105,7 +105,7 @@ func TestRawValues(t *testing.T) {
 }
 
 // TestMemberOrder fixes the order of all members in both spellings
-// (specification 1.5, 4.1.4 and 1.9).
+// (docs/format.md 1.5, 4.1.4 and 1.9).
 func TestMemberOrder(t *testing.T) {
 	d := tinyDirectory()
 	text := &d.Components[0]

@@ -130,7 +130,7 @@ type release struct {
 	parts   []string          // digests of parts 1, 2, ...
 }
 
-// releases are the published artifacts by id (specification 1.8.3).
+// releases are the published artifacts by id (docs/format.md 1.8.3).
 var releases = map[string]release{
 	"1e7e026e9f634926ae26b80f0fc8591e": {
 		entries: map[string]string{

@@ -13,7 +13,7 @@ import (
 	"ninfer/internal/num"
 )
 
-// Framing of container version 2 (specification 1.7): one file, 16 bytes of
+// Framing of container version 2 (docs/format.md 1.7): one file, 16 bytes of
 // header, the directory, zeros up to a multiple of 4096, the payload.
 const v2HeaderSize = 16
 

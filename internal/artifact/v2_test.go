@@ -12,7 +12,7 @@ import (
 	"testing"
 )
 
-// v2Bytes frames a version 2 file by specification 1.7.
+// v2Bytes frames a version 2 file by docs/format.md 1.7.
 func v2Bytes(text string, payload []byte) []byte {
 	b := append([]byte("NINFER\x00\x02"), binary.LittleEndian.AppendUint64(nil, uint64(len(text)))...)
 	b = append(b, text...)
@@ -79,7 +79,7 @@ func TestV2Read(t *testing.T) {
 	}
 }
 
-// TestV2Spelling has the table of specification 1.7, with sizes by sections
+// TestV2Spelling has the table of docs/format.md 1.7, with sizes by sections
 // 3.2 to 3.7.
 func TestV2Spelling(t *testing.T) {
 	for _, c := range []struct {

@@ -19,7 +19,7 @@ var v2Releases = []v2Release{{
 	"3d383e51963aafd4318dfd04c8dc63ee7df11768de19d9ab58dbba44460d1d02",
 }}
 
-// Published gives the SHA-256 of the published file (specification 1.8.1) that
+// Published gives the SHA-256 of the published file (docs/format.md 1.8.1) that
 // has this file's identity and length, lower-case hex, if there is one.
 func (a *V2) Published() (sha256 string, ok bool) {
 	for _, r := range v2Releases {

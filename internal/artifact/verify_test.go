@@ -74,7 +74,7 @@ func TestVerifyFlips(t *testing.T) {
 		}
 	}
 
-	// Regions by the framing of the specification and the known placement.
+	// Regions by the framing of docs/format.md 1.1 and the known placement.
 	type area struct {
 		file     string
 		from, to int64
@@ -291,7 +291,7 @@ func TestVerifyReport(t *testing.T) {
 	}
 }
 
-// TestVerifyUpgradeID: the id of specification 1.6 covers the directory only.
+// TestVerifyUpgradeID: the id of docs/format.md 1.6 covers the directory only.
 func TestVerifyUpgradeID(t *testing.T) {
 	d := tinyDirectory()
 	v2 := strings.Repeat("ab", 32)

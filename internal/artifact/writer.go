@@ -439,7 +439,7 @@ func (w *Writer) Abort() error {
 	return w.out.discard()
 }
 
-// partName is the file name of part i of an entry (specification 1.5).
+// partName is the file name of part i of an entry (docs/format.md 1.5).
 func partName(entry string, i int) string {
 	s := strconv.Itoa(i)
 	for len(s) < 4 {

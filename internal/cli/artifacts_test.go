@@ -34,7 +34,7 @@ func want(t *testing.T, status int, says string, args ...string) string {
 	return out
 }
 
-// v2Of writes an artifact's payload as a version 2 file (artifact.md 1.7).
+// v2Of writes an artifact's payload as a version 2 file (docs/format.md 1.7).
 func v2Of(t *testing.T, path string) []byte {
 	t.Helper()
 	f, err := artifact.Open(path)

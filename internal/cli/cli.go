@@ -83,7 +83,7 @@ func (e statusError) Error() string { return fmt.Sprintf("exit status %d", int(e
 // coder is an error that knows its exit status, such as convert's.
 type coder interface{ ExitCode() int }
 
-// programs maps the names of the family's separate programs to commands (product.md 2.1.2).
+// programs maps the names of the family's separate programs to commands.
 var programs = map[string]string{"ninfer-serve": "serve", "ninfer_bench": "bench", "ninfer-perplexity": "perplexity"}
 
 // Main runs the program with its arguments, the first being its own name, and returns the exit status.

@@ -12,7 +12,7 @@ import (
 	"ninfer/internal/model"
 )
 
-// modelFlags are the options of run and serve that shape the model and its device (product.md 2.2).
+// modelFlags are the options of run and serve that shape the model and its device.
 type modelFlags struct {
 	MaxContext    int    `placeholder:"N" help:"Token ceiling of a sequence, prompt and output together."`
 	KVCapacity    string `name:"kv-capacity" placeholder:"N" help:"Tokens of the pool of all sequences, or auto. Default: the context."`

@@ -188,7 +188,7 @@ func readInput(e *environment, path string) ([]byte, error) {
 	return os.ReadFile(path)
 }
 
-// parseConversation reads an array of messages, or an object with messages and tools (product.md 2.3.3).
+// parseConversation reads an array of messages, or an object with messages and tools.
 func parseConversation(raw []byte) ([]chat.Message, []jsontext.Value, error) {
 	file := struct {
 		Messages jsontext.Value   `json:"messages"`

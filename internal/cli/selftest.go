@@ -92,7 +92,7 @@ var cpuBackends = []selftest.Backend{
 	}},
 }
 
-// gpuBackend is a GPU with its bounds for a model of so many layers. With decisions forced kernels.md 16 asks for 3e-3 of a whole small model,
+// gpuBackend is a GPU with its bounds for a model of so many layers. With decisions forced 3e-3 was planned of a whole small model,
 // which no float32 sum can give: of four layers the oracle that rounds alike, disturbed by a relative 1e-7 before each rounding, is off by up to
 // 9.6e-3 itself, by 4.4e-3 in the median and by 5e-3 in drafts, because a value that falls on the other side of a rounding step goes on
 // through every later row and layer. Of prompts the oracle rounds what they store, but sums the delta rule token by token and not in chunks, which

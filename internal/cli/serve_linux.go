@@ -10,7 +10,7 @@ import (
 )
 
 // listen opens the server's socket so that a dead peer is noticed: probes after 5 s of silence, and no more than 15 s with data that is
-// not acknowledged (product.md 3.6.3). Accepted connections inherit the latter.
+// not acknowledged (docs/serving.md, Load). Accepted connections inherit the latter.
 func listen(address string) (net.Listener, error) {
 	var failed error
 	config := net.ListenConfig{

@@ -175,7 +175,7 @@ func TestServeFlags(t *testing.T) {
 }
 
 // The serve command lines of the model's two descriptions start as they stand, apart from host, port and file; without --vision, which
-// this build refuses (product.md 2.2). They say what has no effect, keep the memory that they promise to others, and answer.
+// this build refuses. They say what has no effect, keep the memory that they promise to others, and answer.
 func TestServeSeedLines(t *testing.T) {
 	if n, ok := cpu.Available(); ok && n < 6<<30 {
 		t.Skipf("%d bytes of memory are too few for a reserve of 3 GiB", n)

@@ -66,7 +66,7 @@ func (f *modelFlags) clamped(lanes, pages int) int {
 	return lanes
 }
 
-// share decides on a pool in the memory of the CPU (product.md 9.5).
+// share decides on a pool in the memory of the CPU (docs/serving.md, Memory).
 func (f *modelFlags) share(opt cpu.Options, available int64, known bool) (pool, error) {
 	s := opt.Sizes()
 	p := pool{lanes: opt.Lanes, page: s.Page, fixed: int64(opt.Lanes)*(s.Image+s.Lane) + int64(opt.Saved)*s.Image, available: available, known: known}

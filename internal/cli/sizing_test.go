@@ -10,7 +10,7 @@ import (
 	"ninfer/internal/backend/cpu"
 )
 
-// The pool of the CPU: what --kv-capacity says, and auto by the arithmetic of product.md 9.5 with numbers that can be checked by hand.
+// The pool of the CPU: what --kv-capacity says, and auto by the arithmetic of docs/serving.md, Memory, with numbers that can be checked by hand.
 func TestShare(t *testing.T) {
 	// A token of 16 values in FP32: a page of 4,096 bytes. A lane has 1,000 bytes of state, 80 of carried rows and 3 records of 40 bytes.
 	states := []backend.State{

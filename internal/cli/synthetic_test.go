@@ -15,7 +15,7 @@ import (
 	"ninfer/internal/model"
 )
 
-// The full-size model without a file: what a GPU has to hold is the published accounting (artifact.md 4.1.5; 4.2.1: 70.01 GiB), and what a
+// The full-size model without a file: what a GPU has to hold is the published accounting (docs/format.md 4.1.5; 4.2.1: 70.01 GiB), and what a
 // step moves is the sum over the kernels of a step as they were planned. That has no column for mixed, which moves between the two: its projections
 // of attention and delta net take 36 * 57.7 + 12 * 49.8 MB less than in 16 bits.
 func TestSyntheticOfficial(t *testing.T) {

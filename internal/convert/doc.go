@@ -1,4 +1,4 @@
-// Package convert turns a checkpoint into an artifact: profiles radixark and swift with their format options into dialect L (artifact.md 4.1,
+// Package convert turns a checkpoint into an artifact: profiles radixark and swift with their format options into dialect L (docs/format.md 4.1,
 // 5.5), profile mixed into dialect E (4.2, 5.6), and version 2 containers into version 3.
 //
 // Run checks everything that can be checked before it writes, writes through hidden temporaries, and publishes at the end: after

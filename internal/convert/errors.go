@@ -10,7 +10,7 @@ import (
 	"ninfer/internal/artifact"
 )
 
-// Class says whose fault a failed conversion is (artifact.md 5.7).
+// Class says whose fault a failed conversion is (docs/format.md 5.7).
 type Class string
 
 // The classes. Usage ends a command with status 2, all others with 1.

@@ -356,7 +356,7 @@ func checkContent(t *testing.T, model string, v arch.Variant, f *artifact.File, 
 			}
 			for e := range o.Shape[0] {
 				if got := binary.LittleEndian.Uint32(x.Data[4*e:]); got != want {
-					t.Errorf("%s[%d] = %08x, specification %08x", o.ID, e, got, want)
+					t.Errorf("%s[%d] = %08x, want %08x", o.ID, e, got, want)
 				}
 			}
 		case strings.HasPrefix(o.ID, "mtp.") && o.Format == "nvfp4":
@@ -444,7 +444,7 @@ func checkContent(t *testing.T, model string, v arch.Variant, f *artifact.File, 
 	}
 }
 
-// projections8 counts the matrices of artifact.md 4.1.3 by the table's words.
+// projections8 counts the matrices of docs/format.md 4.1.3 by the table's words.
 func projections8(d *artifact.Directory) int {
 	n := 0
 	for _, o := range d.Objects {
@@ -518,7 +518,7 @@ func checkBank(t *testing.T, o artifact.Object, x num.Tensor, get func(string) h
 	}
 }
 
-// checkGrouped encodes again by artifact.md 2.3, in the plainest way, and compares the values.
+// checkGrouped encodes again by docs/format.md 2.3, in the plainest way, and compares the values.
 func checkGrouped(t *testing.T, id string, x num.Tensor, source []byte, group int, qmax float64) {
 	t.Helper()
 	k := x.Cols()

@@ -19,7 +19,7 @@ import (
 	"ninfer/internal/num"
 )
 
-// The INT4 table's folder (artifact.md 5.2.3).
+// The INT4 table's folder (docs/format.md 5.2.3).
 const (
 	packedFolder = "ples_int4"
 	packedMeta   = "META.json"
@@ -184,7 +184,7 @@ func (c *conversion) checkRowScales(s *arch.Source) error {
 	return nil
 }
 
-// What is known of the published checkpoint (artifact.md 5.2.3). It binds for the official config only: other models have other files.
+// What is known of the published checkpoint (docs/format.md 5.2.3). It binds for the official config only: other models have other files.
 const (
 	mixedRevision   = "a4e813ed3cfbbcc61e2929699eccb864a4dfa843"
 	packedRevision  = "da8b39586016d8325ac619be28ad77d6296625ec"

@@ -17,7 +17,7 @@ import (
 	"ninfer/internal/hf"
 )
 
-// mixedNames is artifact.md 4.3 read from left to right, with the checkpoint's names on the right.
+// mixedNames turns object ids of dialect E into the checkpoint's tensor names.
 var mixedNames = strings.NewReplacer(
 	"text/token_embedding", "model.language_model.embed_tokens.weight", "text/output_head", "lm_head.weight",
 	"text/hyper_connection/", "model.language_model.hyper_connection_mixer.", "mtp/hyper_connection/", "mtp.hyper_connection_mixer.",

@@ -293,7 +293,7 @@ func (o *content) proposal(spec *arch.Spec) error {
 	})
 }
 
-// bank adds quantized experts: all codes, then all scale words in their places, then the divisors (artifact.md 2.4, 3.5).
+// bank adds quantized experts: all codes, then all scale words in their places, then the divisors (docs/format.md 2.4, 3.5).
 func (o *content) bank(spec *arch.Spec, divisors []float32) error {
 	s := &spec.Source
 	g, err := num.NewGeometry(spec.Format, spec.Layout, spec.Shape)

@@ -10,7 +10,7 @@ import (
 	"ninfer/internal/num"
 )
 
-// checkFP8Rows is artifact.md 2.5 again.
+// checkFP8Rows is docs/format.md 2.5 again.
 func checkFP8Rows(t *testing.T, o artifact.Object, x num.Tensor, source []byte) {
 	t.Helper()
 	rows, cols := o.Shape[0], o.Shape[1]
@@ -47,7 +47,7 @@ func nearestBF16(x float64) float64 {
 	return math.RoundToEven(x/unit) * unit
 }
 
-// checkTable is artifact.md 2.7 again.
+// checkTable is docs/format.md 2.7 again.
 func checkTable(t *testing.T, id string, codes, source []byte, scale float64) {
 	t.Helper()
 	most := 0.
@@ -65,7 +65,7 @@ func checkTable(t *testing.T, id string, codes, source []byte, scale float64) {
 	}
 }
 
-// checkEncodedBank is artifact.md 2.8 again: profile A in binary32, or B in binary64.
+// checkEncodedBank is docs/format.md 2.8 again: profile A in binary32, or B in binary64.
 func checkEncodedBank(t *testing.T, o artifact.Object, x num.Tensor, source hf.Tensor, a bool) {
 	t.Helper()
 	n, k := o.Shape[1], o.Shape[2]

@@ -9,13 +9,13 @@ import (
 	"ninfer/internal/arch"
 )
 
-// officialResources are the sizes of the six files in the official repository (artifact.md 4).
+// officialResources are the sizes of the six files in the official repository (docs/format.md 4).
 var officialResources = map[string]int64{
 	"frontend/tokenizer.json": 12809320, "frontend/tokenizer_config.json": 17928, "frontend/chat_template.jinja": 8952,
 	"frontend/generation_config.json": 202, "frontend/preprocessor_config.json": 390, "frontend/video_preprocessor_config.json": 385,
 }
 
-// TestOfficialPlan: the tables of artifact.md 4.1.5, from the config alone.
+// TestOfficialPlan: the tables of docs/format.md 4.1.5, from the config alone.
 func TestOfficialPlan(t *testing.T) {
 	const radixark, swift = "radixark", "swift"
 	const fp8, row, nvfp4 = "fp8_e4m3fn", "fp8_e4m3fn_row_bf16", "nvfp4"
@@ -54,34 +54,34 @@ func TestOfficialPlan(t *testing.T) {
 			}
 			d := &p.Directory
 			if len(d.Objects) != tt.objects || d.Bindings.Len() != tt.bindings || len(d.Uses) != tt.uses {
-				t.Errorf("%d objects, %d bindings, %d uses, specification %d, %d, %d", len(d.Objects), d.Bindings.Len(), len(d.Uses), tt.objects, tt.bindings, tt.uses)
+				t.Errorf("%d objects, %d bindings, %d uses, want %d, %d, %d", len(d.Objects), d.Bindings.Len(), len(d.Uses), tt.objects, tt.bindings, tt.uses)
 			}
 			length := len(p.Text)
 			for p.Text[length-1] == ' ' {
 				length--
 			}
 			if p.PayloadBytes != tt.payload || length != tt.json || p.PayloadStart != tt.start || int64(len(p.Text)) != tt.start-32 {
-				t.Errorf("payload %d, json %d, start %d, specification %d, %d, %d", p.PayloadBytes, length, p.PayloadStart, tt.payload, tt.json, tt.start)
+				t.Errorf("payload %d, json %d, start %d, want %d, %d, %d", p.PayloadBytes, length, p.PayloadStart, tt.payload, tt.json, tt.start)
 			}
 			total := p.PayloadBytes + p.PayloadStart + 4096*int64(len(d.Files)-1)
 			if len(d.Files) != tt.files || total != tt.total {
-				t.Errorf("%d files of %d bytes, specification %d of %d", len(d.Files), total, tt.files, tt.total)
+				t.Errorf("%d files of %d bytes, want %d of %d", len(d.Files), total, tt.files, tt.total)
 			}
 			first := map[int64]int64{708608: 31999291392, 712704: 31999287296, 716800: 31999283200}[tt.start]
 			for i, f := range d.Files[:len(d.Files)-1] {
 				if want := []int64{first, 31999995904}[min(i, 1)]; f.PayloadBytes != want {
-					t.Errorf("file %d holds %d, specification %d", i, f.PayloadBytes, want)
+					t.Errorf("file %d holds %d, want %d", i, f.PayloadBytes, want)
 				}
 			}
 			sum := sha256.Sum256(p.Text)
 			if got := hex.EncodeToString(sum[:]); got != tt.digest {
-				t.Errorf("directory digest %s, specification %s", got, tt.digest)
+				t.Errorf("directory digest %s, want %s", got, tt.digest)
 			}
 		})
 	}
 }
 
-// TestMixedPlan: what artifact.md 1.8.3 says of the published artifact of dialect E, from the config alone. Its provenance, which tells of
+// TestMixedPlan: what docs/format.md 1.8.3 says of the published artifact of dialect E, from the config alone. Its provenance, which tells of
 // an upgrade, and with it the length of the directory belong to that upgrade; so does its id.
 func TestMixedPlan(t *testing.T) {
 	v := arch.Variant{Profile: arch.Mixed}
@@ -112,7 +112,7 @@ func TestMixedPlan(t *testing.T) {
 		}
 		value := rest[len(head):][:m.bytes]
 		if sum := sha256.Sum256(value); hex.EncodeToString(sum[:]) != m.digest {
-			t.Errorf("%s of %d bytes has digest %x, specification %s", m.name, m.bytes, sum, m.digest)
+			t.Errorf("%s of %d bytes has digest %x, want %s", m.name, m.bytes, sum, m.digest)
 		}
 		rest = rest[len(head)+m.bytes:]
 	}

@@ -25,7 +25,7 @@ type ProfileCheck struct {
 // knownModels are the values of model_type in the two dialects.
 var knownModels = []string{"qwen3_8_flash_next_text", "qwen4_exp_text"}
 
-// CheckProfile compares an artifact with the inventory that follows from its own config (artifact.md 4.1, 4.2): ids, order, shapes,
+// CheckProfile compares an artifact with the inventory that follows from its own config (docs/format.md 4.1, 4.2): ids, order, shapes,
 // formats and layouts of objects, bindings, uses, components. What readers accept though the converter writes it otherwise is a note.
 // It reads the directory only. An artifact of another model gives an empty dialect and no failures.
 func CheckProfile(f *artifact.File) *ProfileCheck {
@@ -109,7 +109,7 @@ func variantOf(f *artifact.File, mixed bool) arch.Variant {
 
 func (p *ProfileCheck) compare(f *artifact.File, specs []arch.Spec, desc *arch.Description) {
 	d := f.Directory()
-	// The dialect L upgrade stores the chat template again, after everything else (artifact.md 1.9).
+	// The dialect L upgrade stores the chat template again, after everything else (docs/format.md 1.9).
 	if n := len(d.Objects); p.Dialect == "L" && d.Objects[n-1].ID == chatTemplate {
 		p.Upgraded = true
 		i := slices.IndexFunc(specs, func(s arch.Spec) bool { return s.ID == chatTemplate })
@@ -211,7 +211,7 @@ func (p *ProfileCheck) compareBindings(have, want *artifact.Directory) {
 	p.few(differ)
 }
 
-// compareUses: of matrices with FP8 rows a use may allow 8-bit activations, and a BF16 table may have none (artifact.md 6.1).
+// compareUses: of matrices with FP8 rows a use may allow 8-bit activations, and a BF16 table may have none (docs/format.md 6.1).
 func (p *ProfileCheck) compareUses(have, want *artifact.Directory, specs []arch.Spec) {
 	format := map[string]num.Format{}
 	for _, s := range specs {

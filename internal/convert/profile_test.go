@@ -68,7 +68,7 @@ func microDirectory(t testing.TB, v arch.Variant) *artifact.Directory {
 }
 
 // TestProfiles: every variant is recognised by what the directory holds. The directories are those of package arch, whose digests for
-// the official config are the specification's.
+// the official config are those of another implementation.
 func TestProfiles(t *testing.T) {
 	for _, profile := range []arch.Profile{arch.Radixark, arch.Swift, arch.Mixed} {
 		for i := range 8 {

@@ -216,7 +216,7 @@ func editJSON(t *testing.T, file, value string, path ...string) {
 	}
 }
 
-// TestConfig is S4 and S5, each member that artifact.md 5.3 lists. Sizes may be any that fit each other; what does not fit the
+// TestConfig is S4 and S5, each member that docs/format.md 5.3 lists. Sizes may be any that fit each other; what does not fit the
 // other members is refused as config, what does not fit the weights as source.
 func TestConfig(t *testing.T) {
 	text, vision := "text_config", "vision_config"

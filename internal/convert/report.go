@@ -13,8 +13,8 @@ import (
 	"ninfer/internal/num"
 )
 
-// Report is what Run did: the file OUT.conversion.json (artifact.md 4.1.6), members in order, and the digests by which verify finds
-// a damaged object (design.md 5).
+// Report is what Run did: the file OUT.conversion.json (docs/format.md 4.1.6), members in order, and the digests by which verify finds
+// a damaged object.
 type Report struct {
 	Identity  Identity `json:"identity"`
 	TargetKey string   `json:"target_key"`
@@ -65,7 +65,7 @@ type Identity struct {
 	WeightsID string `json:"weights_id"`
 }
 
-// ExpertQuantization is an encoder of artifact.md 2.8, and the largest activations that the constant divisors of profile B stand for.
+// ExpertQuantization is an encoder of docs/format.md 2.8, and the largest activations that the constant divisors of profile B stand for.
 type ExpertQuantization struct {
 	Method    string     `json:"method"`
 	InputAmax *InputAmax `json:"input_amax,omitempty"`
@@ -77,7 +77,7 @@ type InputAmax struct {
 	Down   float64 `json:"down"`
 }
 
-// TableQuantization is the encoder of artifact.md 2.7 with what it found.
+// TableQuantization is the encoder of docs/format.md 2.7 with what it found.
 type TableQuantization struct {
 	Method string  `json:"method"`
 	Scale  float64 `json:"scale"` // the multiplier
@@ -119,7 +119,7 @@ func (c *conversion) report(receipt *artifact.Receipt, elapsed time.Duration) *R
 	}
 	if c.variant.NVFP4MTP {
 		r.MTPExpertFormat = "nvfp4"
-		// f32(2688/amax) is the divisor: artifact.md 2.8.
+		// f32(2688/amax) is the divisor: docs/format.md 2.8.
 		r.MTPExpertQuantization = &ExpertQuantization{methodProfileB, &InputAmax{24, 2720}}
 	}
 	for _, t := range c.tables { // all alike but for models with several

@@ -10,7 +10,7 @@ import (
 	"testing"
 )
 
-// rules says where each row of the rejection tables is tested: R of readers (artifact.md 1.3) in package artifact, S of sources (5.7)
+// rules says where each row of the rejection tables is tested: R of readers (docs/format.md 1.3) in package artifact, S of sources (5.7)
 // here. A line has the row, the test, and what its case is called or changes there. All were seen to fail with the check taken out.
 const rules = `
 R1	TestRejectFraming	R1/31 bytes

@@ -16,7 +16,7 @@ import (
 	"ninfer/internal/num"
 )
 
-// choose fills chosen: which tokens the proposal head keeps (artifact.md 2.9), and S16.
+// choose fills chosen: which tokens the proposal head keeps (docs/format.md 2.9), and S16.
 func (c *conversion) choose(ctx context.Context) error {
 	if c.variant.Profile == arch.Mixed {
 		return nil

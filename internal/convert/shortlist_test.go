@@ -14,7 +14,7 @@ import (
 	"ninfer/internal/convert/converttest"
 )
 
-// TestShortlist: cases worked out by hand from artifact.md 2.9.
+// TestShortlist: cases worked out by hand from docs/format.md 2.9.
 func TestShortlist(t *testing.T) {
 	counts := []int64{5, 1, 9, 9, 0, 2}  // order 2 3 0 5 1 4
 	norms := []float32{1, 6, 2, 2, 5, 0} // order 1 4 2 3 0 5

@@ -9,7 +9,7 @@ import (
 	"ninfer/internal/num"
 )
 
-// encodedTable is an n-gram table that is re-encoded under one multiplier (artifact.md 2.7). The multiplier follows from the largest magnitude of
+// encodedTable is an n-gram table that is re-encoded under one multiplier (docs/format.md 2.7). The multiplier follows from the largest magnitude of
 // all shards, so the table is read twice. The first pass is S14 and S15 for it.
 type encodedTable struct {
 	object string

@@ -73,7 +73,7 @@ type pins struct {
 	banks    map[string]string // of the encoded banks, by id
 }
 
-// mixedPins are those of the published mixed artifact (artifact.md 1.8.1), but for the file's own.
+// mixedPins are those of the published mixed artifact (docs/format.md 1.8.1), but for the file's own.
 var mixedPins = pins{
 	template: "c3cf9e34abf4f9e36c2d72165aa9c132d3e2a725b6c2586aaa3a8af9d7a81041",
 	banks: map[string]string{
@@ -82,7 +82,7 @@ var mixedPins = pins{
 	},
 }
 
-// Upgrade turns a version 2 file of either dialect into an artifact (artifact.md 1.8, 1.9), in one pass over the input. Every object
+// Upgrade turns a version 2 file of either dialect into an artifact (docs/format.md 1.8, 1.9), in one pass over the input. Every object
 // is copied byte for byte, except the two expert banks of the mixed artifact's drafter, which are encoded as NVFP4. The digests of the
 // published mixed file are demanded exactly if the input has its length.
 //
@@ -177,7 +177,7 @@ func (u *upgrade) checkOptions() error {
 	return nil
 }
 
-// open checks the input without reading its payload: 1.8.2 steps 1 to 6, 1.9 steps 2 and 3.
+// open checks the input without reading its payload (docs/format.md 1.8.2, 1.9).
 func (u *upgrade) open() error {
 	var err error
 	if u.in, err = artifact.OpenV2(u.In); err != nil {
@@ -303,7 +303,7 @@ func (u *upgrade) makePlan() error {
 	return nil
 }
 
-// planMixedUpgrade is what the upgrade of a mixed file writes (artifact.md 1.8.3, 4.2). v2 is the input's SHA-256 where it is known
+// planMixedUpgrade is what the upgrade of a mixed file writes (docs/format.md 1.8.3, 4.2). v2 is the input's SHA-256 where it is known
 // beforehand, which is for the published file only.
 func planMixedUpgrade(entry string, c *arch.Config, resources map[string]int64, v2 string, limit int64) (*artifact.Plan, error) {
 	v := arch.Variant{Profile: arch.Mixed}
@@ -319,7 +319,7 @@ func planMixedUpgrade(entry string, c *arch.Config, resources map[string]int64, 
 	return artifact.NewPlan(entry, directory(specs, desc, resources), artifact.PlanOptions{Limit: limit})
 }
 
-// mixedProvenance is artifact.md 4.2.5. Of another file than the published one it says only what is true of that.
+// mixedProvenance is docs/format.md 4.2.5. Of another file than the published one it says only what is true of that.
 func mixedProvenance(v2 string) string {
 	banks := `"mtp_expert_banks":{"objects":["` + mixedGateUp + `","` + mixedDown + `"],` +
 		`"encoder":"NVFP4_MAXABS_DIVISOR_RNE_V1 with one FP32 divisor per expert",` +
@@ -336,7 +336,7 @@ func mixedProvenance(v2 string) string {
 		`"recipe":"qwen3_8_flash_next_mixed-v1"},` + banks + `}`
 }
 
-// planUpgrade is what the upgrade of a dialect L file writes (artifact.md 1.9): all objects where they were, but the chat template
+// planUpgrade is what the upgrade of a dialect L file writes (docs/format.md 1.9): all objects where they were, but the chat template
 // after the old payload, and a hole where it was.
 func planUpgrade(entry string, c *arch.Config, rows int, old []artifact.Object, payload, limit int64) (*artifact.Plan, error) {
 	v := arch.Variant{Profile: arch.Radixark}

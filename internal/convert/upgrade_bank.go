@@ -14,7 +14,7 @@ import (
 	"ninfer/internal/num"
 )
 
-// bank encodes one BF16 expert bank of a mixed version 2 file as NVFP4 while it is read (artifact.md 2.8, profile A).
+// bank encodes one BF16 expert bank of a mixed version 2 file as NVFP4 while it is read (docs/format.md 2.8, profile A).
 type bank struct {
 	u    *upgrade
 	id   string
@@ -119,7 +119,7 @@ func (b *bank) write(p []byte) error {
 	return classify(IO, err)
 }
 
-// done writes what follows the codes and checks the bank: 1.8.2 step 9.
+// done writes what follows the codes and checks the bank (docs/format.md 1.8.2).
 func (b *bank) done() error {
 	if err := b.flush(); err != nil {
 		return err
@@ -147,7 +147,7 @@ func (b *bank) done() error {
 	return nil
 }
 
-// oracle checks encoded experts against their source in binary64, from the definition of the format (artifact.md 1.8.2) and without
+// oracle checks encoded experts against their source in binary64, from the definition of the format (docs/format.md 1.8.2) and without
 // the encoder's arithmetic.
 type oracle struct {
 	experts []int

@@ -14,7 +14,7 @@ import (
 	"ninfer/internal/artifact"
 )
 
-// v2Names are the spellings of version 2 by those of version 3 (artifact.md 1.7).
+// v2Names are the spellings of version 2 by those of version 3 (docs/format.md 1.7).
 var v2Names = map[string]string{
 	"bf16": "BF16", "fp32": "FP32", "int32": "I32", "int64": "I64", "fp8_e4m3fn": "FP8_E4M3FN",
 	"q4_g64_fp16": "Q4G64_F16S", "q5_g64_fp16": "Q5G64_F16S", "q6_g64_fp16": "Q6G64_F16S", "q8_g32_fp16": "W8G32_F16S",
@@ -24,7 +24,7 @@ var v2Names = map[string]string{
 	"packed_u4_g16_v1": "packed-u4-g16-v1", "raw_bytes_v1": "raw-bytes-v1",
 }
 
-// v2Directory writes a version 2 directory as its writers did (artifact.md 1.7).
+// v2Directory writes a version 2 directory as its writers did (docs/format.md 1.7).
 func v2Directory(model, weights string, objects []artifact.Object) []byte {
 	b := fmt.Appendf(nil, `{"identity":{"model_id":%q,"weights_id":%q},"objects":[`, model, weights)
 	for i, o := range objects {
@@ -67,7 +67,7 @@ func mixedV2(t testing.TB, c *arch.Config) []arch.Spec {
 	return specs
 }
 
-// TestOfficialV2 writes the directories of the two known version 2 files from the config alone: artifact.md 1.7.
+// TestOfficialV2 writes the directories of the two known version 2 files from the config alone: docs/format.md 1.7.
 func TestOfficialV2(t *testing.T) {
 	c := arch.Official()
 	plain, err := arch.Inventory(c, arch.Variant{Profile: arch.Radixark}, 147456)
@@ -88,10 +88,10 @@ func TestOfficialV2(t *testing.T) {
 		text := v2Directory(tt.model, tt.weights, objects)
 		last := objects[len(objects)-1]
 		if start := (16 + int64(len(text)) + 4095) / 4096 * 4096; len(text) != tt.json || start != tt.start || last.Offset+last.Bytes != tt.payload {
-			t.Errorf("%s: json %d, payload %d at %d, specification %d, %d, %d", tt.model, len(text), last.Offset+last.Bytes, start, tt.json, tt.payload, tt.start)
+			t.Errorf("%s: json %d, payload %d at %d, want %d, %d, %d", tt.model, len(text), last.Offset+last.Bytes, start, tt.json, tt.payload, tt.start)
 		}
 		if got := digest(text); got != tt.digest {
-			t.Errorf("%s: directory digest %s, specification %s", tt.model, got, tt.digest)
+			t.Errorf("%s: directory digest %s, want %s", tt.model, got, tt.digest)
 		}
 	}
 }
@@ -152,7 +152,7 @@ func canonical(t testing.TB, v []byte) string {
 
 const publishedMixed = "3d383e51963aafd4318dfd04c8dc63ee7df11768de19d9ab58dbba44460d1d02"
 
-// TestOfficialMixedUpgrade: the vectors of artifact.md 1.8.3 and 1.6, from the config alone.
+// TestOfficialMixedUpgrade: the vectors of docs/format.md 1.8.3 and 1.6, from the config alone.
 func TestOfficialMixedUpgrade(t *testing.T) {
 	for _, tt := range []struct {
 		entry       string
@@ -190,7 +190,7 @@ func TestOfficialMixedUpgrade(t *testing.T) {
 				t.Errorf("files %d, %d bytes in all", sizes, total)
 			}
 			if got := digest(p.Text); got != tt.text {
-				t.Errorf("digest of the text %s, specification %s", got, tt.text)
+				t.Errorf("digest of the text %s, want %s", got, tt.text)
 			}
 			m := rootMembers(t, trimmed(p))
 			for name, want := range map[string]struct {
@@ -205,11 +205,11 @@ func TestOfficialMixedUpgrade(t *testing.T) {
 				"provenance": {958, "82001a7556ad023d20892aeae66fe4a166f92eb796bb7206659f7475aa1e756b"},
 			} {
 				if len(m[name]) != want.n || digest(m[name]) != want.digest {
-					t.Errorf("%s: %d bytes, digest %s, specification %d, %s", name, len(m[name]), digest(m[name]), want.n, want.digest)
+					t.Errorf("%s: %d bytes, digest %s, want %d, %s", name, len(m[name]), digest(m[name]), want.n, want.digest)
 				}
 			}
 
-			// C of 1.6, made here from the text.
+			// The canonical form of docs/format.md 1.6, made here from the text.
 			var objects []string
 			for _, o := range d.Objects {
 				if o.Resource {
@@ -235,13 +235,13 @@ func TestOfficialMixedUpgrade(t *testing.T) {
 			head := append([]byte("NINFER\x00\x03"), binary.LittleEndian.AppendUint64(nil, uint64(len(p.Text)))...)
 			head = append(append(head, id[:]...), p.Text...)
 			if int64(len(head)) != p.PayloadStart || digest(head) != tt.first {
-				t.Errorf("the first %d bytes have digest %s, specification %s", len(head), digest(head), tt.first)
+				t.Errorf("the first %d bytes have digest %s, want %s", len(head), digest(head), tt.first)
 			}
 		})
 	}
 }
 
-// TestOfficialUpgrade: the numbers of artifact.md 1.9, from the config alone.
+// TestOfficialUpgrade: the numbers of docs/format.md 1.9, from the config alone.
 func TestOfficialUpgrade(t *testing.T) {
 	c := arch.Official()
 	specs, err := arch.Inventory(c, arch.Variant{Profile: arch.Radixark}, 147456)

@@ -9,7 +9,7 @@ import (
 	"ninfer/internal/artifact"
 )
 
-// UpgradeReport is what Upgrade did: the file OUT.upgrade.json (artifact.md 1.8.4), members in order; the last four are ours.
+// UpgradeReport is what Upgrade did: the file OUT.upgrade.json (docs/format.md 1.8.4), members in order; the last four are ours.
 type UpgradeReport struct {
 	V2SHA256     string                   `json:"v2_sha256"`
 	V2Objects    artifact.Map[string]     `json:"-"`          // digest of every object of the input, hex, in order

@@ -61,7 +61,7 @@ func (f *v2File) save(t testing.TB) string {
 	return path
 }
 
-// plainV2 is the version 2 form of the artifact that a radixark checkpoint gives: the payload is the same (artifact.md 1.7).
+// plainV2 is the version 2 form of the artifact that a radixark checkpoint gives: the payload is the same (docs/format.md 1.7).
 func plainV2(t testing.TB, f *artifact.File) *v2File {
 	t.Helper()
 	v := &v2File{arch.ModelID, arch.WeightsID, slices.Clone(f.Directory().Objects), make([]byte, f.PayloadBytes())}

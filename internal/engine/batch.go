@@ -140,7 +140,7 @@ func (b *Batch) Run(ctx context.Context, req Request) (Outcome, error) {
 // Load is the number of requests that have a lane, and of those that wait for one.
 func (b *Batch) Load() (active, waiting int) { return b.sched.Active(), b.sched.Waiting() }
 
-// mostDrafts is the largest number of drafts that the adaptive policy considers (product.md 2.2).
+// mostDrafts is the largest number of drafts that the adaptive policy considers, as many as --draft-tokens takes.
 const mostDrafts = 5
 
 // Step ends requests whose context has ended, empties the lanes of those that ended since the last one, then does one unit of work. It reports whether there was any. An error is the device's:

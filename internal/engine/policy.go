@@ -123,8 +123,8 @@ func (a *acceptance) stand() []float64 {
 	return p
 }
 
-// draftPolicy chooses the numbers of drafts of the lanes' next rounds from measured times and from how many of a request's drafts stood
-// (product.md 9.2.9). Only speed depends on it: whatever it chooses, the output's distribution is the target's.
+// draftPolicy chooses the numbers of drafts of the lanes' next rounds from measured times and from how many of a request's drafts stood.
+// Only speed depends on it: whatever it chooses, the output's distribution is the target's.
 type draftPolicy struct {
 	most int
 	cost roundCost

@@ -163,7 +163,7 @@ func (g *generation) accept(res backend.LaneResult, drafts []int32) ([]int32, er
 		}
 		return append(drafts[:n:n], res.Picks[n]), nil
 	}
-	// Penalties count earlier drafts of the round as generated (product.md 9.2.2).
+	// Penalties count earlier drafts of the round as generated, as they will be if they are kept.
 	position := len(g.out.IDs)
 	for i, d := range drafts {
 		list, err := g.candidates(res, i)

@@ -36,7 +36,7 @@ const (
 	drawBonus
 )
 
-// uniform is a number in [0, 1) that depends on nothing but its arguments (product.md 9.1.3): two rounds of the SplitMix64 output
+// uniform is a number in [0, 1) that depends on nothing but its arguments: two rounds of the SplitMix64 output
 // function over the counter, keyed by the seed.
 func uniform(seed uint64, position int, p purpose) float64 {
 	z := mix(seed + 0x9E3779B97F4A7C15*(8*uint64(position)+uint64(p)))
@@ -104,7 +104,7 @@ func (s *sampler) among(likely []backend.Likely) (list []candidate, ok bool) {
 	return s.cut(list), true
 }
 
-// filter returns the distribution that is drawn from, best first (product.md 9.1.2). The result is valid until the next call.
+// filter returns the distribution that is drawn from, best first. The result is valid until the next call.
 func (s *sampler) filter(logits []float32) []candidate {
 	limit := s.limit()
 	logits = logits[:min(s.ids, len(logits))]
@@ -222,7 +222,7 @@ func (s *sampler) next(list []candidate, position int, p purpose) int32 {
 	return draw(list, -1, uniform(s.Seed, position, p))
 }
 
-// judge decides one draft: whether it stands, and the token drawn in its place if not (product.md 9.2.2). A draft is what a
+// judge decides one draft: whether it stands, and the token drawn in its place if not. A draft is what a
 // deterministic drafter said, so keeping it with its own probability, and else drawing from the rest, keeps the distribution.
 func (s *sampler) judge(list []candidate, draft int32, position int) (ok bool, instead int32) {
 	if uniform(s.Seed, position, drawAccept) < probability(list, draft) {

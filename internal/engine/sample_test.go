@@ -11,7 +11,7 @@ import (
 	"ninfer/internal/num"
 )
 
-// reference is product.md 9.1.2 written the long way: sort everything, then cut.
+// reference is filter written the long way: sort everything, then cut.
 func reference(s Sampling, counts map[int32]int, logits []float32, ids int) map[int32]float64 {
 	type entry struct {
 		id int32

@@ -58,7 +58,7 @@ type Chunk struct {
 // Idle reports whether there is nothing to do.
 func (u Unit) Idle() bool { return u.Prefill.Rows == 0 && len(u.Round) == 0 }
 
-// Scheduler decides what runs next (product.md 9.3). It is a plain value: events go in, units come out; it has no clock, no goroutine and
+// Scheduler decides what runs next. It is a plain value: events go in, units come out; it has no clock, no goroutine and
 // no device, so whole schedules can be written down as text.
 //
 // A request that is admitted has all its pages reserved, so what starts can finish. Requests start in the order they came; while

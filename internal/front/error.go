@@ -2,7 +2,7 @@ package front
 
 import "fmt"
 
-// Codes of an Error: the client's mistakes (product.md 3.5).
+// Codes of an Error: the client's mistakes.
 const (
 	CodeInvalidValue    = "invalid_value"
 	CodeInvalidPrompt   = "invalid_prompt"

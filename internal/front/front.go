@@ -13,7 +13,7 @@ import (
 	"ninfer/internal/text/token"
 )
 
-// EarlyClose is the text that closes a think block whose budget is used up (product.md 8.6.1). It is part of the documentation and must
+// EarlyClose is the text that closes a think block whose budget is used up (docs/serving.md, Thinking). It is part of the documentation and must
 // not change between releases: answers with a budget depend on it.
 const EarlyClose = "\n\nThe time to think is over; I answer with what I have.\n" + thinkEnd + "\n\n"
 

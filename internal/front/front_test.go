@@ -655,7 +655,7 @@ func TestOfficialTemplate(t *testing.T) {
 		process  bool
 		off      bool
 		want     string
-	}{ // product.md B.1
+	}{ // what the official template makes of it, written out
 		{want: head + tail + "<think>\n"},
 		{preserve: ptr(true), want: head + "<think>\nR\n</think>\n\n" + tail + "<think>\n"},
 		{process: true, want: head + "<think>\nR\n</think>\n\n" + tail + "<think>\n"},

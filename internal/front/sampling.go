@@ -25,7 +25,7 @@ type Settings struct {
 	Seed                                         *uint64
 }
 
-// Range is a value that was chosen, or nil, and the limits it must keep to (product.md 4.1).
+// Range is a value that was chosen, or nil, and the limits it must keep to.
 type Range struct {
 	Param     string // as in requests; flags have hyphens
 	Value     *float64
@@ -83,7 +83,7 @@ func (s Settings) over(base Sampling) Sampling {
 	return base
 }
 
-// The defaults by mode (product.md 8.7).
+// The defaults by mode (docs/serving.md, Sampling defaults).
 var (
 	thinkingDefaults = Sampling{Temperature: 1, TopP: 0.95, TopK: 20}
 	plainDefaults    = Sampling{Temperature: 0.7, TopP: 0.8, TopK: 20, Presence: 1.5}

@@ -12,7 +12,7 @@ type entry struct {
 	begin, end int64
 }
 
-// wordSizes are the dtypes that artifact.md 5.1 names, and I32 for recorded results, with their sizes in bytes. A tensor of another dtype may be listed, but
+// wordSizes are the dtypes that docs/format.md 5.1 names, and I32 for recorded results, with their sizes in bytes. A tensor of another dtype may be listed, but
 // not used.
 var wordSizes = map[string]int64{"BF16": 2, "F16": 2, "F32": 4, "I32": 4, "I64": 8, "U8": 1, "F8_E4M3": 1}
 

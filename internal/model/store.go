@@ -34,7 +34,7 @@ type place struct {
 }
 
 // NewArtifact reads the configuration that the file records, and from it which dialect it is. A directory of dialect E must hold exactly the
-// bindings and uses of its configuration, with their formats (artifact.md 4.4); of dialect L what is needed is looked up when
+// bindings and uses of its configuration, with their formats (docs/format.md 4.4); of dialect L what is needed is looked up when
 // it is. The file must stay open as long as the Artifact is used.
 func NewArtifact(f *artifact.File) (*Artifact, error) {
 	a := &Artifact{File: f, uses: map[string]artifact.Use{}}

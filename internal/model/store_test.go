@@ -131,7 +131,7 @@ func TestWarmTable(t *testing.T) {
 	}
 }
 
-// TestArtifactRefusals is artifact.md 4.4: what a loader must check.
+// TestArtifactRefusals is docs/format.md 4.4: what a loader must check.
 func TestArtifactRefusals(t *testing.T) {
 	dir, ple := converttest.Mixed(t, micro)
 	mixed := converted(t, convert.Options{Profile: "mixed", Model: dir, PLE: ple}, "qwen3_8_flash_next_mixed.ninfer")

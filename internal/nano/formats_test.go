@@ -17,7 +17,7 @@ import (
 	"ninfer/internal/text/chat"
 )
 
-// What the published builds of the real model are seen to change with 8-bit projections (product.md 1.8) bounds what smaller formats may
+// What published builds of the real model were seen to change with 8-bit projections bounds what smaller formats may
 // change here; and a token may become another one only where two are nearly as likely.
 const (
 	mostChange  = 0.086 // of the mean log-probability of a generated token

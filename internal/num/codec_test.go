@@ -115,8 +115,8 @@ func randomBytes(r *rand.Rand, n int64) []byte {
 	return b
 }
 
-// element is the value of one element by the letter of sections 2 and 3 of the
-// specification, computed from the object's bytes alone, without the package's
+// element is the value of one element by the letter of docs/format.md 2 and
+// 3, computed from the object's bytes alone, without the package's
 // geometry, tables or unpackers. num and den are exact; the value is num/den.
 func element(f Format, shape []int, b []byte, row, col int) (num, den float64) {
 	le := binary.LittleEndian

@@ -2,7 +2,7 @@
 // means (Format), where the words of a tensor lie (Layout, Geometry), how a
 // stored tensor is read (Tensor) and how one is made (the Encode functions).
 //
-// The rules are those of the artifact specification: every conversion rounds
+// The rules are those of docs/format.md, 2 and 3: every conversion rounds
 // to nearest with ties to even unless its comment says otherwise, products
 // are never fused with additions, subnormals are never flushed, and a
 // division written in a comment is a true division. Encoders therefore give

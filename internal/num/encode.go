@@ -130,7 +130,7 @@ func widen(dst, src []byte) {
 	}
 }
 
-// encodeGroupedRow is the grouped absmax encoder of specification 2.3 for one
+// encodeGroupedRow is the grouped absmax encoder of docs/format.md 2.3 for one
 // row. It returns the first column of a group whose scale overflows or that has
 // a value that is not finite, else -1.
 func encodeGroupedRow(f Format, codes, high, scales, src []byte) int {
@@ -281,7 +281,7 @@ func roundCode(y float32, qmin, qmax int32) int8 {
 	return int8(max(qmin, min(qmax, n)))
 }
 
-// encodeFP8Row is the row encoder of specification 2.5 for one row; it returns
+// encodeFP8Row is the row encoder of docs/format.md 2.5 for one row; it returns
 // the scale word, and false where its reciprocal overflows (then no product
 // would be finite) and where a value is not finite. The scale is the nearest BF16 word and may
 // be too small, so that the largest values saturate: that is intended.

@@ -160,7 +160,7 @@ func LayoutOf(f Format, rank int) Layout {
 	return NoLayout
 }
 
-// pair tells whether the layout stores the format (specification 3.1).
+// pair tells whether the layout stores the format (docs/format.md 3.1).
 func pair(f Format, l Layout) bool {
 	switch l {
 	case Contiguous:

@@ -20,7 +20,7 @@ func MaxAbsBF16(src []byte) (float32, error) {
 
 // FP8TableMultiplier is the BF16 word of the multiplier of an FP8 table whose
 // largest magnitude is amax: the smallest BF16 value that is not below
-// amax/448 (binary64 quotient), so that no quotient exceeds 448 (specification
+// amax/448 (binary64 quotient), so that no quotient exceeds 448 (docs/format.md
 // 2.7). It fails unless amax is finite and positive.
 func FP8TableMultiplier(amax float32) (uint16, error) {
 	if !positive(amax) {

@@ -30,7 +30,7 @@ type PlaneSpec struct {
 }
 
 // Geometry is the byte map of one tensor object: everything that format,
-// layout and shape determine (specification 3.2 to 3.7).
+// layout and shape determine (docs/format.md 3.2 to 3.7).
 type Geometry struct {
 	Format Format
 	Layout Layout
@@ -300,7 +300,7 @@ func (g *Geometry) Gaps() []Span {
 }
 
 // Swizzle is the offset, inside the scale plane of one NVFP4 matrix of k
-// columns, of the scale word of row n and group g = column/16 (specification
+// columns, of the scale word of row n and group g = column/16 (docs/format.md
 // 3.4): tiles of 128 rows by 4 groups, 512 bytes each, whose 16-byte lines
 // hold rows r, r+32, r+64 and r+96.
 func Swizzle(n, g, k int) int {

@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// The sizes of specification sections 3.2 to 3.7.
+// The sizes of docs/format.md 3.2 to 3.7.
 var sizes = []struct {
 	f     Format
 	l     Layout

@@ -6,7 +6,7 @@ import (
 	"math"
 )
 
-// Profile selects one of the two NVFP4 expert encoders of specification 2.8.
+// Profile selects one of the two NVFP4 expert encoders of docs/format.md 2.8.
 // Both are in use, and their bytes differ at ties and at negative zeros.
 type Profile uint8
 

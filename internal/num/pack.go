@@ -1,7 +1,7 @@
 package num
 
 // highBytes is the size of the high plane per group of the grouped integer
-// formats (specification 3.3).
+// formats (docs/format.md 3.3).
 func highBytes(f Format) int {
 	switch f {
 	case Q5G64:

@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// plainNVFP4 is specification 2.8, step by step: every value is divided.
+// plainNVFP4 is docs/format.md 2.8, step by step: every value is divided.
 func plainNVFP4(p Profile, n, k int, src, codes, scales []byte) float32 {
 	amax := 0.
 	for i := range n * k {
@@ -80,7 +80,7 @@ func plainNVFP4(p Profile, n, k int, src, codes, scales []byte) float32 {
 	return d
 }
 
-// plainFP8Row is specification 2.5.
+// plainFP8Row is docs/format.md 2.5.
 func plainFP8Row(codes, src []byte) uint16 {
 	amax := 0.
 	for i := range codes {

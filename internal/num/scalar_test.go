@@ -153,7 +153,7 @@ func TestRoundingAtMidpoints(t *testing.T) {
 	}
 }
 
-// The tie rules of E2M1, as the specification lists them.
+// The tie rules of E2M1, as docs/format.md 2.1 lists them.
 func TestE2M1Ties(t *testing.T) {
 	for _, c := range []struct {
 		x    float32

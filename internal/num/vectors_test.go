@@ -11,7 +11,7 @@ import (
 	"testing"
 )
 
-// sourceX is X(n,k,e) of specification section 7.
+// sourceX is X(n,k,e) of docs/format.md 7.
 func sourceX(n, k, e int) float32 {
 	return float32((977*e+131*n+17*k)%257-128) / 64
 }
@@ -196,7 +196,7 @@ func TestFP8TableVectors(t *testing.T) {
 	}
 }
 
-// The corner of specification 6.5: the multiplier is the smallest BF16 value
+// The corner of docs/format.md 6.5: the multiplier is the smallest BF16 value
 // not below amax/448, also where rounding gives a power of two that is too
 // small. Every multiplier of every magnitude is compared with that definition.
 func TestFP8TableMultiplierIsSmallest(t *testing.T) {
@@ -263,7 +263,7 @@ func TestNVFP4BankVector(t *testing.T) {
 	}
 }
 
-// The two groups of specification 2.8 where the profiles differ, each placed in
+// The two groups of docs/format.md 2.8 where the profiles differ, each placed in
 // an otherwise small matrix whose largest magnitude is the expert's.
 func TestNVFP4ProfileGroups(t *testing.T) {
 	first := hexWords(t, "bc22 bcc3 3c2e bbe7 bce0 3c8c 3c0e 3b3a bc77 bb92 3c48 3c1f bc87 bc94 3be0 3b71")
@@ -301,7 +301,7 @@ func TestNVFP4ProfileGroups(t *testing.T) {
 	}
 }
 
-// The packing examples of specification 3.2, 3.3, 3.6 and 3.7.
+// The packing examples of docs/format.md 3.2, 3.3, 3.6 and 3.7.
 func TestLayoutExamples(t *testing.T) {
 	for _, c := range []struct {
 		f                 Format

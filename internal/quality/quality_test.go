@@ -71,7 +71,7 @@ func logprob(logits []float64, id int32) float64 {
 }
 
 // Every token after the first is scored once, in order; no window is longer than the context, and later ones keep as much history as
-// product.md 2.6.3 says.
+// docs/measuring.md says.
 func TestWindows(t *testing.T) {
 	for _, c := range [][3]int{{2, 2, 1}, {3, 2, 1}, {10, 4, 1}, {10, 4, 3}, {10, 100, 50}, {100, 10, 5}, {101, 10, 5}, {4097, 4096, 2048}, {10000, 4096, 2048}} {
 		n, context, stride := c[0], c[1], c[2]

@@ -11,7 +11,7 @@ import (
 
 func index(path string, i int) string { return fmt.Sprintf("%s[%d]", path, i) }
 
-// messages reads the conversation (product.md 4.2).
+// messages reads the conversation (docs/serving.md, Chat completions).
 func (r *chatReader) messages() *failure {
 	items, err := r.conversation()
 	if err != nil {

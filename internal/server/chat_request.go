@@ -29,7 +29,7 @@ type chatReader struct {
 	out    chatRequest
 }
 
-// parseChat reads a body (product.md 4.1). What cannot be provided is refused, what has no meaning here is ignored.
+// parseChat reads a body (docs/serving.md, Chat completions). What cannot be provided is refused, what has no meaning here is ignored.
 func parseChat(data []byte, served string) (*chatRequest, *failure) {
 	body, err := parseBody(data)
 	if err != nil {
@@ -285,7 +285,7 @@ func (r *chatReader) format() *failure {
 
 var toolName = regexp.MustCompile(`^[A-Za-z0-9_-]{1,64}$`)
 
-// tools reads declarations (product.md 7.3). Calls are read out of the answer; what would need the output to be constrained is refused.
+// tools reads declarations (docs/serving.md, Tools). Calls are read out of the answer; what would need the output to be constrained is refused.
 func (r *chatReader) tools() *failure {
 	parallel, err := r.boolean("parallel_tool_calls")
 	if err != nil {

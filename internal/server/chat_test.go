@@ -52,7 +52,7 @@ func usageOf(prompt, output, reasoning int) string {
 		prompt, output, prompt+output, reasoning)
 }
 
-// Every event of a stream, to the letter (product.md 4.4, appendix A.1), and the answer as a whole (4.3).
+// Every event of a stream, to the letter, in OpenAI's order (docs/serving.md, Streams), and the answer as a whole.
 func TestChatShapes(t *testing.T) {
 	tok := tokenizer()
 	think, answer := tok.Encode("ab"), tok.Encode("cd")

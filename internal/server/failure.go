@@ -10,7 +10,7 @@ import (
 	"ninfer/internal/front"
 )
 
-// failure is an error as a client sees it (product.md 3.5).
+// failure is an error as a client sees it (docs/serving.md, Routes).
 type failure struct {
 	status  int
 	code    string // empty is null
@@ -37,7 +37,7 @@ func (f *failure) kind() string {
 // statusOverloaded is Anthropic's status of a server that is full.
 const statusOverloaded = 529
 
-// anthropic is Anthropic's status and type (product.md 6.6).
+// anthropic is Anthropic's status and type (docs/serving.md, Messages).
 func (f *failure) anthropic() (status int, kind string) {
 	switch f.status {
 	case http.StatusUnauthorized:

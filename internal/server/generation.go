@@ -93,7 +93,7 @@ func (g *generation) run(read func([]byte, *generation) (protocol, *front.Reques
 	release()
 	release = func() {}
 	if g.draft = m.Draft; g.wanted.top > 0 {
-		g.draft = 0 // product.md 4.6
+		g.draft = 0 // docs/serving.md, Log-probabilities
 	}
 	g.submitted = time.Now()
 	g.output = newOutput(g)

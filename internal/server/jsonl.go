@@ -21,7 +21,7 @@ const (
 	journalVersion = 1
 )
 
-// Journal is the log for machines (product.md 10.3): a JSON object a line for every event, written at once. There are no texts in it of
+// Journal is the log for machines (docs/serving.md, Machine log): a JSON object a line for every event, written at once. There are no texts in it of
 // prompts, output or errors; the ids of the output's tokens are, and whoever has the tokenizer can read those. A nil Journal does nothing.
 type Journal struct {
 	log      *slog.Logger

@@ -61,7 +61,7 @@ func eventHead(event string) string {
 	return `{"schema":"ninfer.request_log","schema_version":1,"timestamp_unix_ms":0,"server_instance_id":"I","event":"` + event + `",`
 }
 
-// Every event to the letter, one write each (product.md 10.3).
+// Every event to the letter, one write each (docs/serving.md, Machine log).
 func TestJournal(t *testing.T) {
 	tok := tokenizer()
 	end, _ := tok.ID("<|im_end|>")

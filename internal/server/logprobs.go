@@ -7,7 +7,7 @@ import (
 	"ninfer/internal/front"
 )
 
-// logprobs are the log-probabilities of an answer (product.md 4.6).
+// logprobs are the log-probabilities of an answer (docs/serving.md, Log-probabilities).
 type logprobs struct {
 	Content []tokenLogprob `json:"content"`
 	Refusal *string        `json:"refusal"`

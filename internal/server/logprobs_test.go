@@ -17,7 +17,7 @@ import (
 	"ninfer/internal/model/modeltest"
 )
 
-// Every member of product.md 4.6, to the letter.
+// Every member that docs/serving.md, Log-probabilities, lists, to the letter.
 func TestLogprobShapes(t *testing.T) {
 	tok := tokenizer()
 	part := int32(-1) // a token that is a part of a character

@@ -10,7 +10,7 @@ import (
 	"ninfer/internal/front"
 )
 
-// messageAnswer is the answer of Messages as a whole, and without content what opens its stream (product.md 6.4).
+// messageAnswer is the answer of Messages as a whole, and without content what opens its stream, as in Anthropic's Messages API.
 type messageAnswer struct {
 	ID           string        `json:"id"`
 	Type         string        `json:"type"`
@@ -54,7 +54,7 @@ type messagesUsage struct {
 	} `json:"server_tool_use"`
 }
 
-// Events of a stream (product.md 6.5). Their type is also the name of the server-sent event.
+// Events of a stream, as in Anthropic's Messages API. Their type is also the name of the server-sent event.
 type (
 	messageStart struct {
 		Type    string        `json:"type"`
@@ -108,7 +108,7 @@ type (
 )
 
 // signature is what a thinking block carries for its way back. Clients must send it and may not look into it; nothing depends on it when
-// it returns, since what was thought is text of the conversation like any other (product.md 6.2).
+// it returns, since what was thought is text of the conversation like any other.
 func signature(text hash.Hash) string { return base64.StdEncoding.EncodeToString(text.Sum(nil)) }
 
 // messageCall tells an answer as Messages does.

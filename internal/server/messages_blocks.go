@@ -8,7 +8,7 @@ import (
 	"ninfer/internal/front"
 )
 
-// billing is how a client marks a note to Anthropic that is no part of the conversation (product.md 6.3.1).
+// billing is how a client marks a note to Anthropic that is no part of the conversation.
 const billing = "x-anthropic-billing-header:"
 
 // system reads the system prompt.
@@ -71,7 +71,7 @@ type turn struct {
 	hidden     bool            // something of it is not text
 }
 
-// messages reads the conversation (product.md 6.2, 6.3).
+// messages reads the conversation (docs/serving.md, Messages).
 func (r *messagesReader) messages() *failure {
 	items, err := r.conversation()
 	if err != nil {

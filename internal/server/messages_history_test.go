@@ -12,7 +12,7 @@ import (
 	"ninfer/internal/front"
 )
 
-// Conversations as the template gets them (product.md 6.2, 6.3, 8.3).
+// Conversations as the template gets them (docs/serving.md, Messages).
 func TestMessagesHistory(t *testing.T) {
 	gen := &script{text: "x"}
 	s := start(t, setup{gen: gen, template: everything, front: front.Options{Context: 4096}})
@@ -181,7 +181,7 @@ func randomBody(rng *rand.Rand) string {
 	return body + pick("", `,"preserve_thinking":true`, `,"output_config":{"effort":"high"}`, `,"temperature":0`) + "}"
 }
 
-// The count is what the answer's usage says of the same body, in a thousand conversations (product.md 6.7).
+// The count is what the answer's usage says of the same body, in a thousand conversations.
 func TestMessagesCount(t *testing.T) {
 	gen := &script{text: "x"}
 	s := start(t, setup{gen: gen, template: everything, front: front.Options{Context: 1 << 16}})

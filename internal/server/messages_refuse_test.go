@@ -31,7 +31,7 @@ const (
 
 func text(s string) string { return `{"type":"text","text":"` + s + `"}` }
 
-// The client's mistakes, and what this server does not do (product.md 3.4, 6, 7). The message begins with the place and ends with the code;
+// The client's mistakes, and what this server does not do (docs/serving.md, Messages). The message begins with the place and ends with the code;
 // the count refuses the same.
 func TestMessagesRefusals(t *testing.T) {
 	gen := &script{text: "x"}
@@ -43,12 +43,12 @@ func TestMessagesRefusals(t *testing.T) {
 	tool := func(members string) string { return `,"tools":[{"name":"f"` + members + `}]` }
 	block := func(b string) string { return conversation(said("user", b)) }
 	for _, c := range []struct{ name, body, code, place string }{
-		// 3.4
+		// what is no JSON object
 		{"empty", ``, "invalid_json", "the body"},
 		{"array", `[]`, "invalid_json", "the body"},
 		{"not UTF-8", "{\"model\":\"\xff\"}", "invalid_json", "the body"},
 		{"the last of two counts", asked(`,"temperature":1,"temperature":3`), "invalid_value", "temperature"},
-		// 6.1
+		// fields
 		{"no model", `{"messages":[` + question + `]}`, "missing_required_parameter", "model"},
 		{"empty model", `{"model":"","messages":[` + question + `]}`, "missing_required_parameter", "model"},
 		{"model's type", `{"model":5,"messages":[` + question + `]}`, "invalid_type", "model"},
@@ -93,7 +93,7 @@ func TestMessagesRefusals(t *testing.T) {
 		{"effort twice", asked(`,"output_config":{"effort":"low"},"chat_template_kwargs":{"reasoning_effort":"xhigh"}`), "conflicting_template_option", "output_config.effort"},
 		{"kwarg's effort", asked(`,"chat_template_kwargs":{"reasoning_effort":""}`), "reasoning_effort_not_supported", "chat_template_kwargs.reasoning_effort"},
 		{"preserve_thinking", asked(`,"preserve_thinking":1`), "invalid_type", "preserve_thinking"},
-		// 6.1, 6.2, 7.3: tools
+		// tools
 		{"tools' type", asked(`,"tools":{}`), "invalid_type", "tools"},
 		{"tool's type", asked(`,"tools":["f"]`), "invalid_type", "tools[0]"},
 		{"tool without name", asked(`,"tools":[{"input_schema":{}}]`), "invalid_value", "tools[0].name"},
@@ -122,7 +122,7 @@ func TestMessagesRefusals(t *testing.T) {
 		{"parallel use", asked(tool("") + `,"tool_choice":{"type":"auto","disable_parallel_tool_use":1}`), "invalid_type", "tool_choice.disable_parallel_tool_use"},
 		{"calls well formed", asked(tool("") + `,"tool_constraints":"basic"`), "constrained_decoding_not_supported", "tool_constraints"},
 		{"tool_constraints", asked(`,"tool_constraints":"hard"`), "invalid_value", "tool_constraints"},
-		// 6.2
+		// blocks
 		{"system's type", asked(`,"system":5`), "invalid_type", "system"},
 		{"system's block", asked(`,"system":["x"]`), "invalid_type", "system[0]"},
 		{"system's picture", asked(`,"system":[` + pictureOf + `]`), "invalid_value", "system[0].type"},
@@ -178,7 +178,7 @@ func TestMessagesRefusals(t *testing.T) {
 		{"result's document", conversation(said("user", `{"type":"tool_result","tool_use_id":"a","content":[{"type":"document"}]}`)), "documents_not_supported", "messages[0].content[0].content[0].type"},
 		{"result's picture", conversation(said("user", `{"type":"tool_result","tool_use_id":"a","content":[`+pictureOf+`]}`)), "vision_disabled", "messages[0].content[0].content[0]"},
 		{"result's reference", conversation(said("user", `{"type":"tool_result","tool_use_id":"a","content":[{"type":"tool_reference","tool_name":"f"}]}`)), "deferred_tools_not_supported", "messages[0].content[0].content[0].type"},
-		// 6.3.2, 6.3.3
+		// turns of the system's, last turns of the assistant's
 		{"system first", conversation(`{"role":"system","content":"S"},` + question), "invalid_message_order", "messages[0]"},
 		{"system before a user", conversation(question + `,{"role":"system","content":"S"},` + question), "invalid_message_order", "messages[1]"},
 		{"system behind an assistant", conversation(question + `,{"role":"assistant","content":"A"},{"role":"system","content":"S"}`), "invalid_message_order", "messages[2]"},
@@ -186,7 +186,7 @@ func TestMessagesRefusals(t *testing.T) {
 		{"continued while thinking", conversation(question+`,{"role":"assistant","content":"A"}`, `,"thinking":{"type":"adaptive"}`), "assistant_prefill_not_supported", "messages[1]"},
 		{"continued while thinking by default", conversation(question + `,{"role":"assistant","content":"A"}`), "assistant_prefill_not_supported", "messages[1]"},
 		{"continued while thinking by effort", conversation(question+`,{"role":"assistant","content":"A"}`, `,"output_config":{"effort":"low"}`), "assistant_prefill_not_supported", "messages[1]"},
-		// 6.3.4
+		// cache marks
 		{"a fifth mark", conversation(said("user", four, marked(""))), "too_many_cache_breakpoints", "messages[0].content[4].cache_control"},
 		{"a fifth mark elsewhere", conversation(said("user", four), `,"system":[{"type":"text","text":"S","cache_control":{"type":"ephemeral","ttl":"1h"}}]`), "too_many_cache_breakpoints", "messages[0].content[3].cache_control"},
 		{"a fifth mark in a result", conversation(said("user", `{"type":"tool_result","tool_use_id":"a","content":[{"type":"text","text":"x","cache_control":{"type":"ephemeral"}}]}`, four)), "too_many_cache_breakpoints", "messages[0].content[4].cache_control"},

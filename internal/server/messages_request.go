@@ -31,7 +31,7 @@ var messagesFields = map[string]string{
 	"enable_thinking": "thinking", "stop": "stop_sequences",
 }
 
-// parseMessages reads a body of Messages or of its count (product.md 6). What cannot be provided is refused, what has no meaning here is
+// parseMessages reads a body of Messages or of its count (docs/serving.md, Messages). What cannot be provided is refused, what has no meaning here is
 // ignored.
 func parseMessages(data []byte, f *front.Front) (*messagesRequest, *failure) {
 	body, err := parseBody(data)
@@ -296,7 +296,7 @@ var toolMembers = map[string]string{
 	"input_schema": "parameters", "type": "", "strict": "", "cache_control": "", "eager_input_streaming": "", "defer_loading": "", "allowed_callers": "",
 }
 
-// tools reads declarations and the choice (product.md 6.1, 7.3).
+// tools reads declarations and the choice.
 func (r *messagesReader) tools() *failure {
 	constraints, err := r.toolConstraints()
 	if err != nil {
@@ -477,7 +477,7 @@ func cacheMark(o object) (ttl string, err *failure) {
 // maxMarks is how many blocks may carry a mark.
 const maxMarks = 4
 
-// cache checks the marks together (product.md 6.3.4). The one at the top stands for a mark on the last block.
+// cache checks the marks together (docs/serving.md, Messages). The one at the top stands for a mark on the last block.
 func (r *messagesReader) cache() *failure {
 	n := len(r.marks.marked)
 	if n > maxMarks {

@@ -90,7 +90,7 @@ const everything = `{%- if tools %}{%- for t in tools %}{{- '[' + t | tojson + '
 
 const anthropicWeather = `,"tools":[{"name":"f","input_schema":{"type":"object","properties":{"x":{"type":"integer"},"city":{"type":"string"}}}}]`
 
-// Every event of a stream, to the letter (product.md 6.5, appendix A.3), and the answer as a whole (6.4).
+// Every event of a stream, to the letter, as Anthropic's API has them, and the answer as a whole.
 func TestMessagesShapes(t *testing.T) {
 	gen := &script{}
 	s := start(t, setup{gen: gen, template: everything})
@@ -219,7 +219,7 @@ func joinText(body string) string {
 	return strings.ReplaceAll(body, `"}}`+"\n\n"+`event: content_block_delta`+"\n"+`data: {"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":"`, "")
 }
 
-// What the cache gave is told from the start on, and taken off the input (product.md 6.4, 6.5).
+// What the cache gave is told from the start on, and taken off the input (docs/serving.md, Messages).
 func TestMessagesCached(t *testing.T) {
 	gen := &script{text: "x", cached: 7}
 	s := start(t, setup{gen: gen})
@@ -232,7 +232,7 @@ func TestMessagesCached(t *testing.T) {
 	}
 }
 
-// Names of tools have up to 128 characters here, twice as many as in Chat Completions (product.md 7.2.2).
+// Names of tools have up to 128 characters here, twice as many as in Chat Completions.
 func TestMessagesToolName(t *testing.T) {
 	name := strings.Repeat("n", 128)
 	gen := &script{ids: tokenizer().Encode("</think>" + strings.Replace(called(), "=f>", "="+name+">", 1) + "<|im_end|>")}
@@ -258,7 +258,7 @@ func TestMessagesSignature(t *testing.T) {
 	}
 }
 
-// The context's end is told as such, whether a prompt leaves room or not (product.md 6.4).
+// The context's end is told as such, whether a prompt leaves room or not (docs/serving.md, Messages).
 func TestMessagesContext(t *testing.T) {
 	prompt := tokenizer().Encode("<|im_start|>user\nHello, how are you?<|im_end|>\n<|im_start|>assistant\n<think>\n")
 	full := start(t, setup{gen: &script{text: "x"}, front: front.Options{Context: len(prompt)}})
@@ -304,7 +304,7 @@ func anthropicError(t testing.TB, a answer) (kind, message string) {
 	return e.Error.Type, e.Error.Message
 }
 
-// Failures of the server in Anthropic's words (product.md 6.6), as an answer and in a stream that has begun.
+// Failures of the server in Anthropic's words (docs/serving.md, Messages), as an answer and in a stream that has begun.
 func TestMessagesFailures(t *testing.T) {
 	want := func(s *site, name string, a answer, status int, kind string) {
 		t.Helper()

@@ -20,7 +20,7 @@ const (
 	outcomeRejected = "rejected"            // before
 )
 
-// metrics is what GET /metrics tells (product.md 10.4). What is counted here starts with the server, what the engine counts with the
+// metrics is what GET /metrics tells (docs/serving.md, Metrics). What is counted here starts with the server, what the engine counts with the
 // engine, which has warmed up before.
 type metrics struct {
 	handler  http.Handler

@@ -75,7 +75,7 @@ func (s *site) scrape(t testing.TB, header ...string) metrics {
 	return out
 }
 
-// The metrics of product.md 10.4 that this build has, and the gateway protocol's names; each is what it says.
+// The metrics of docs/serving.md, Metrics; each is what it says.
 func TestMetricNames(t *testing.T) {
 	gen := &script{text: "ab", step: make(chan struct{})}
 	activity := func() engine.Activity {

@@ -138,7 +138,7 @@ func (o *output) times() clock {
 	return o.clock
 }
 
-// timings are llama.cpp's (product.md 4.5).
+// timings are those of llama.cpp's server.
 type timings struct {
 	CacheN             int     `json:"cache_n"`
 	PromptN            int     `json:"prompt_n"`

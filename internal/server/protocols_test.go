@@ -191,7 +191,7 @@ func (d dialogue) messages() string {
 	return body
 }
 
-// The count of Responses is what the usage of the same body says, in a thousand conversations with tools and reasoning (product.md 5.7); and
+// The count of Responses is what the usage of the same body says, in a thousand conversations with tools and reasoning; and
 // a conversation is the same prompt in all protocols.
 func TestResponseCount(t *testing.T) {
 	gen := &script{text: "x"}

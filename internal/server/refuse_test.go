@@ -19,7 +19,7 @@ func say(message string) string {
 	return `{"messages":[{"role":"user","content":"Q"},` + message + `],"enable_thinking":false}`
 }
 
-// The client's mistakes, and what this server does not do (product.md 3.4, 3.5, 4.1, 4.2, 7).
+// The client's mistakes, and what this server does not do (docs/serving.md, Chat completions).
 func TestRefusals(t *testing.T) {
 	gen := &script{text: "x"}
 	s := start(t, setup{gen: gen, template: efforts})
@@ -29,7 +29,7 @@ func TestRefusals(t *testing.T) {
 		status      int
 		code, param string
 	}{
-		// 3.4.1
+		// what is no JSON object
 		{"empty", ``, 400, "invalid_json", ""},
 		{"not JSON", `{"messages":`, 400, "invalid_json", ""},
 		{"text after", `{} x`, 400, "invalid_json", ""},
@@ -40,7 +40,7 @@ func TestRefusals(t *testing.T) {
 		{"half a surrogate", `{"messages":[{"role":"user","content":"\ud800"}]}`, 400, "invalid_json", ""},
 		{"deep", `{"messages":` + deep, 400, "invalid_json", ""},
 		{"deep and closed", `{"messages":` + deep + strings.Repeat("]", 20_000) + `}`, 400, "invalid_json", ""},
-		// 3.4.2
+		// types and ranges
 		{"temperature's type", with(`"temperature":"1"`), 400, "invalid_type", "temperature"},
 		{"temperature's range", with(`"temperature":2.1`), 400, "invalid_value", "temperature"},
 		{"temperature not finite", with(`"temperature":1e999`), 400, "invalid_value", "temperature"},
@@ -68,7 +68,7 @@ func TestRefusals(t *testing.T) {
 		{"empty stop in a list", with(`"stop":["a",""]`), 400, "invalid_value", "stop"},
 		{"a fifth stop", with(`"stop":["a","b","c","d","e"]`), 400, "invalid_value", "stop"},
 		{"the last of two counts", with(`"temperature":1,"temperature":3`), 400, "invalid_value", "temperature"},
-		// 4.1
+		// fields that cannot be provided
 		{"model", with(`"model":"gpt"`), 404, "model_not_found", "model"},
 		{"model's type", with(`"model":5`), 400, "invalid_type", "model"},
 		{"n", with(`"n":2`), 400, "n_not_supported", "n"},
@@ -117,7 +117,7 @@ func TestRefusals(t *testing.T) {
 		{"cache mode", with(`"prompt_cache_options":{"mode":"never"}`), 400, "invalid_value", "prompt_cache_options.mode"},
 		{"cache breakpoint", `{"messages":[{"role":"user","content":[{"type":"text","text":"Q","prompt_cache_breakpoint":5}]}]}`, 400, "invalid_cache_breakpoint", "messages[0].content[0].prompt_cache_breakpoint"},
 		{"safety_identifier", with(`"safety_identifier":"` + strings.Repeat("k", 65) + `"`), 400, "invalid_value", "safety_identifier"},
-		// 7
+		// tools
 		{"tools, required", with(`"tools":[{"type":"function","function":{"name":"f"}}],"tool_choice":"required"`), 400, "constrained_decoding_not_supported", "tool_choice"},
 		{"tools, named", with(`"tools":[{"type":"function","function":{"name":"f"}}],"tool_choice":{"type":"function","function":{"name":"f"}}`), 400, "constrained_decoding_not_supported", "tool_choice"},
 		{"tools, allowed", with(`"tools":[{"type":"function","function":{"name":"f"}}],"tool_choice":{"type":"allowed_tools","allowed_tools":{"mode":"auto","tools":[]}}`), 400, "constrained_decoding_not_supported", "tool_choice"},
@@ -140,7 +140,7 @@ func TestRefusals(t *testing.T) {
 		{"tool's parameters", with(`"tools":[{"type":"function","function":{"name":"f","parameters":[]}}],"tool_choice":"none"`), 400, "invalid_type", "tools[0].function.parameters"},
 		{"tool_constraints", with(`"tool_constraints":"hard"`), 400, "invalid_value", "tool_constraints"},
 		{"parallel_tool_calls", with(`"parallel_tool_calls":"no"`), 400, "invalid_type", "parallel_tool_calls"},
-		// 4.2
+		// messages
 		{"no messages", `{}`, 400, "missing_required_parameter", "messages"},
 		{"empty messages", `{"messages":[]}`, 400, "invalid_value", "messages"},
 		{"messages' type", `{"messages":"Q"}`, 400, "invalid_type", "messages"},

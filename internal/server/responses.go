@@ -10,7 +10,7 @@ import (
 	"ninfer/internal/front"
 )
 
-// response is the object of Responses (product.md 5.3).
+// response is the object of OpenAI's Responses API.
 type response struct {
 	ID          string         `json:"id"`
 	Object      string         `json:"object"`

@@ -8,7 +8,7 @@ import (
 	"ninfer/internal/front"
 )
 
-// input reads the new items behind those of the responses before (product.md 5.2).
+// input reads the new items behind those of the responses before (docs/serving.md, Responses).
 func (r *responseReader) input() *failure {
 	var items []jsontext.Value
 	v, ok := r.given("input")

@@ -7,7 +7,7 @@ import (
 	"ninfer/internal/front"
 )
 
-// What is refused, with its code and its field (product.md 5.1, 5.2), in Create and in the count alike; and what looks alike and is served.
+// What is refused, with its code and its field (docs/serving.md, Responses), in Create and in the count alike; and what looks alike and is served.
 func TestResponseRefusals(t *testing.T) {
 	s := start(t, setup{gen: &script{text: "x"}, template: efforts, front: front.Options{Context: 2048}})
 	with := func(members string) string { return `{"model":"m","input":"Q",` + members + `}` }

@@ -54,7 +54,7 @@ var responseFields = map[string]string{
 	"messages": "input", "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort",
 }
 
-// parseResponse reads a body (product.md 5.1). What is not known is refused, and so is what cannot be provided.
+// parseResponse reads a body (docs/serving.md, Responses). What is not known is refused, and so is what cannot be provided.
 func parseResponse(data []byte, served string, store *responseStore) (*responseRequest, *failure) {
 	body, err := parseBody(data)
 	if err != nil {
@@ -334,7 +334,7 @@ func noResponse(param, id string) *failure {
 	return &failure{status: 404, code: "response_not_found", param: param, message: fmt.Sprintf("there is no response %q: it was deleted, not stored, or had to make room for others", id)}
 }
 
-// tools reads declarations, flat ones and groups of them (product.md 5.1, 7.3).
+// tools reads declarations, flat ones and groups of them.
 func (r *responseReader) tools() *failure {
 	parallel, err := r.boolean("parallel_tool_calls")
 	if err != nil {

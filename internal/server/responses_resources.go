@@ -10,7 +10,7 @@ import (
 	"strings"
 )
 
-// responseRoute returns the handlers of a path below /v1/responses/, none if there is no such path (product.md 5.6).
+// responseRoute returns the handlers of a path below /v1/responses/, none if there is no such path (docs/serving.md, Responses).
 func (s *Server) responseRoute(path string) handlers {
 	id, rest, _ := strings.Cut(path, "/")
 	if id == "" {

@@ -59,7 +59,7 @@ func TestResponsePrompts(t *testing.T) {
 const thoughts = `{%- for m in messages %}{{- '[' + m.role + '|' }}{%- if m.reasoning_content and preserve_thinking %}{{- '<' + m.reasoning_content + '>' }}{%- endif %}` +
 	`{{- m.content | default('', true) }}{%- for c in m.tool_calls %}{{- c.function.name }}{%- endfor %}{{- ']' }}{%- endfor %}{{- '<think>' }}`
 
-// A response goes on from another: with its items, without its instructions and tools, with its preservation (product.md 5.5).
+// A response goes on from another: with its items, without its instructions and tools, with its preservation (docs/serving.md, Responses).
 func TestResponseChain(t *testing.T) {
 	gen := &script{}
 	s := start(t, setup{gen: gen, template: thoughts, front: front.Options{Context: 2048}, opt: server.Options{StoreRecords: 5}})
@@ -165,7 +165,7 @@ func TestResponseTooLarge(t *testing.T) {
 	}
 }
 
-// What can be read of a kept response, and what cannot be asked of it (product.md 5.6).
+// What can be read of a kept response, and what cannot be asked of it (docs/serving.md, Responses).
 func TestResponseResources(t *testing.T) {
 	gen := &script{ids: tokenizer().Encode("r</think>\n\na<|im_end|>")}
 	s := start(t, setup{gen: gen, front: front.Options{Context: 2048}})

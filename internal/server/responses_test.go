@@ -100,7 +100,7 @@ func streamed(t testing.TB, body string) []told {
 
 var responseIDs = regexp.MustCompile(`"(resp|rs|msg|fc|call|fco)_[0-9a-f]{32}"|"(created|completed)_at":[0-9]+`)
 
-// Every order of events (product.md 5.4, appendix A.2), and that the object at the end is what the whole answer is.
+// Every order of events of OpenAI's Responses API, and that the object at the end is what the whole answer is.
 func TestResponseEvents(t *testing.T) {
 	gen := &script{}
 	s := start(t, setup{gen: gen})
@@ -235,7 +235,7 @@ func TestResponseEvents(t *testing.T) {
 	}
 }
 
-// The object, member for member (product.md 5.3).
+// The object of OpenAI's Responses API, member for member.
 func TestResponseObject(t *testing.T) {
 	gen := &script{ids: tokenizer().Encode("So.</think>\n\nHi<|im_end|>")}
 	s := start(t, setup{gen: gen})
@@ -278,7 +278,7 @@ func TestResponseFailed(t *testing.T) {
 	}
 }
 
-// Tools in groups: the model sees one name, the client gets two (product.md 5.1).
+// Tools in groups: the model sees one name, the client gets two (docs/serving.md, Responses).
 func TestResponseGroups(t *testing.T) {
 	gen := &script{}
 	s := start(t, setup{gen: gen, template: efforts, front: front.Options{Context: 8192, MaxTokens: 1000}})

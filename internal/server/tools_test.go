@@ -19,7 +19,7 @@ func called(args ...string) string {
 	return s + "</function>\n</tool_call>"
 }
 
-// Calls in the order and shapes of product.md 4.3, 4.4 and appendix A.1, and text wherever there are none (7.2.1).
+// Calls in the order and shapes of docs/serving.md, Tools, and text wherever there are none.
 func TestToolCalls(t *testing.T) {
 	gen := &script{}
 	s := start(t, setup{gen: gen})

@@ -182,7 +182,7 @@ func TestFixed(t *testing.T) {
 		}
 	}
 	mtp := arch.MLPPrefix(arch.MTPLayerPrefix)
-	for id, want := range map[string]uint32{ // artifact.md 2.8
+	for id, want := range map[string]uint32{ // docs/format.md 2.8
 		mtp + arch.BankGateUp + arch.DivisorsSuffix: 0x42e00000, mtp + arch.BankDown + arch.DivisorsSuffix: 0x3f7cfcfd,
 	} {
 		b := get(variants[1], id)

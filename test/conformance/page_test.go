@@ -100,7 +100,7 @@ const markdown = "Here is the idea in short: `quickselect` keeps **one half** of
 	"```python\ndef select(a, k):\n    pivot = a[len(a) // 2]\n    low = [x for x in a if x < pivot]\n    if k < len(low):\n        return select(low, k)\n    return pivot if k == len(low) else select([x for x in a if x > pivot], k - len(low) - 1)\n```\n\n" +
 	"| Case | Comparisons |\n|---|---:|\n| mean | 3.4 n |\n| worst | n² ÷ 2 |\n\n> Text like <script>alert(1)</script> stays text, see https://example.org/a_b.\n"
 
-// answer follows the shapes of the product's appendix A.1.
+// answer has the shapes of OpenAI's Chat Completions.
 func (m *actor) answer(w http.ResponseWriter, r *http.Request, body chatBody, refuse func(int, string, string)) {
 	last := body.Messages[len(body.Messages)-1]
 	if last.Content == "refuse" {

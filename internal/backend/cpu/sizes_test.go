@@ -7,7 +7,7 @@ import (
 	"ninfer/internal/backend"
 )
 
-// Sizes are those of the memory that a device has, and of product.md 9.4.1: a head of 256 values takes 1,024 bytes a token in BF16, key
+// Sizes are those of the memory that a device has: a head of 256 values takes 1,024 bytes a token in BF16, key
 // and value together, and 516 in FP8.
 func TestSizes(t *testing.T) {
 	const tokens, heads = backend.PageTokens, 2

@@ -150,7 +150,7 @@ func PagesShared(t *testing.T, m *model.Model, open func(testing.TB, PoolOptions
 	}
 }
 
-// PagesCount checks what sharing counts: of 1,000 tokens without a drafter 15 pages are shared and one is copied (product.md 9.6.3); a pool that is used up
+// PagesCount checks what sharing counts: of 1,000 tokens without a drafter 15 pages are shared and one is copied; a pool that is used up
 // refuses without changing anything, and gives when pages come back.
 func PagesCount(t *testing.T, f Folder, open func(testing.TB, PoolOptions) backend.Device) {
 	c, ck := OpenCheckpoint(t, f.Dir+"/checkpoint")

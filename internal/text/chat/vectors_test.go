@@ -174,8 +174,8 @@ func TestOfficial(t *testing.T) {
 	}
 }
 
-// TestAppendixB has the renderings of the product specification, written out.
-func TestAppendixB(t *testing.T) {
+// TestRenderings has renderings of the official template, written out.
+func TestRenderings(t *testing.T) {
 	tmpl := official(t)
 	off := false
 	reasoning := "\nR\n"

@@ -12,7 +12,7 @@ import (
 	"ninfer/internal/text/parse"
 )
 
-// oracle reads a whole answer of a request that declares f and g. It follows product.md 7.2 with regular expressions and the older JSON
+// oracle reads a whole answer of a request that declares f and g. It follows docs/serving.md, Tools, with regular expressions and the older JSON
 // package, and shares nothing with the parser.
 func oracle(text string) result {
 	at := strings.Index(text, "<tool_call>")

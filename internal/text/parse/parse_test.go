@@ -75,7 +75,7 @@ func calls(n int) parse.Report { return parse.Report{Marker: true, Calls: n} }
 
 func fallback(why parse.Reason) parse.Report { return parse.Report{Marker: true, Fallback: why} }
 
-// cases are product.md 7.2 without its table of types, and appendix B.2.
+// cases are the rules of docs/serving.md, Tools, without those about types.
 var cases = []struct {
 	name, text, content string
 	calls               []string
@@ -169,7 +169,7 @@ func TestCases(t *testing.T) {
 	}
 }
 
-// The table of product.md 7.2.4.
+// Which values become strings (docs/serving.md, Tools).
 func TestTypes(t *testing.T) {
 	tools := parse.NewTools([]parse.Tool{f})
 	const omitted = ""

@@ -44,7 +44,7 @@ func (d DeltaShape) Workspace(rows int) uint64 {
 	return size
 }
 
-// Delta is the gated delta rule of kernels.md 5 over the rows of a pass: convolution, gates, norms, recurrence, gated norm.
+// Delta is the gated delta rule (Qwen4ExpTextGatedDeltaNet of transformers) over the rows of a pass: convolution, gates, norms, recurrence, gated norm.
 type Delta struct {
 	DeltaShape
 	Rows int

@@ -13,7 +13,7 @@ import (
 	"ninfer/internal/num"
 )
 
-// net is a delta net with inputs for some rows, in float64 as the kernels receive them, and what the formulas of kernels.md 5 make of it,
+// net is a delta net with inputs for some rows, in float64 as the kernels receive them, and what the formulas of transformers' Qwen4ExpTextGatedDeltaNet make of it,
 // row after row.
 type net struct {
 	shape           chunk.DeltaShape

@@ -1,7 +1,7 @@
 // Package device runs programs on one NVIDIA GPU: a backend.Device with every operation of text.
 //
 // It follows the machine of backend/cpu: the same images, the same checks, the same order of lengths, cuts and moves. Activations that
-// kernels.md stores in BF16 are BF16 here and rounded at the same points as in the stored oracle; index keys, windows and streams are BF16,
+// the stored oracle rounds to BF16 are BF16 here, rounded at the same points; index keys, windows and streams are BF16,
 // keys and values BF16 or E4M3 with a scale, delta-net matrices FP32 or BF16. Tokens, positions of carried rows and the n-gram history stay on the host, which knows
 // them: it hashes and gathers the n-gram table's rows itself and sends them along with the launch.
 //

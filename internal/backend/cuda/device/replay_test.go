@@ -92,7 +92,7 @@ func TestReplays(t *testing.T) {
 	t.Logf("%d replays of one and of three lanes", *replaysFlag)
 }
 
-// A row's logits do not depend on the company it keeps beyond kernels.md 16's bound.
+// A row's logits depend on the company it keeps by no more than another order of sums makes.
 func TestBatchRows(t *testing.T) {
 	run := lanes(t, subject(t))
 	together := run(0, 1, 2)

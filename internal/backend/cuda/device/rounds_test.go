@@ -15,7 +15,7 @@ import (
 var sequencesFlag = flag.Int("sequences", 20, "random sequences of rounds")
 
 // Random drafting, verifying, keeping, cancelling, saving and restoring leave what plain decoding of the kept tokens leaves: delta-net
-// matrices within 1e-5 (kernels.md 16), the same next token and the same drafts, but for logits a rounding step apart.
+// matrices within 1e-5, the same next token and the same drafts, but for logits a rounding step apart.
 func TestRandomSequences(t *testing.T) {
 	m := subject(t)
 	const room, most = 160, 6

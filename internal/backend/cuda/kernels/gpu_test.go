@@ -475,7 +475,7 @@ func TestTooLittleMemory(t *testing.T) {
 	})
 }
 
-// bank is a random NVFP4 expert bank in artifact layout (artifact.md 3.5).
+// bank is a random NVFP4 expert bank in artifact layout (docs/format.md 3.5).
 type bank struct {
 	e, n, k int
 	bytes   []byte

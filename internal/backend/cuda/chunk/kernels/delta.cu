@@ -1,4 +1,4 @@
-// The gated delta rule over many rows of one lane, in chunks of 64 (kernels.md 5.4): what is before and after the pass over the chunks (delta_run.cu).
+// The gated delta rule over many rows of one lane, in chunks of 64 (transformers, Qwen4ExpTextGatedDeltaNet): what is before and after the pass over the chunks (delta_run.cu).
 //
 //   delta_prepare  all chunks at once: convolution, gates, norms of q and k; the inverse of each chunk's triangle; decayed scores. Grid: chunk, key head.
 //   delta_finish   norm and gate of eight rows of a head a warp; the convolution's window. Grid: any.
