@@ -299,9 +299,6 @@ func (a *V2) PayloadBytes() int64 { return a.file.total }
 // Object finds an object by its name.
 func (a *V2) Object(id string) (Object, bool) { return a.file.Object(id) }
 
-// Tensor gives a tensor as a view of a mapping, as File.Tensor does.
-func (a *V2) Tensor(id string) (num.Tensor, error) { return a.file.Tensor(id) }
-
 // Resource gives a copy of a resource's bytes.
 func (a *V2) Resource(id string) ([]byte, error) { return a.file.Resource(id) }
 

@@ -58,7 +58,7 @@ func TestV2Read(t *testing.T) {
 	if r, err := a.Resource("r"); err != nil || string(r) != "hello" {
 		t.Errorf("resource %q, %v", r, err)
 	}
-	x, err := a.Tensor("t")
+	x, err := a.file.Tensor("t")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -313,7 +313,7 @@ func FuzzV2(f *testing.F) {
 				if b, err := a.Resource(o.ID); err != nil || int64(len(b)) != o.Bytes {
 					t.Errorf("resource %q: %v", o.ID, err)
 				}
-			} else if x, err := a.Tensor(o.ID); err != nil || int64(len(x.Data)) != o.Bytes {
+			} else if x, err := a.file.Tensor(o.ID); err != nil || int64(len(x.Data)) != o.Bytes {
 				t.Errorf("tensor %q: %v", o.ID, err)
 			}
 		}

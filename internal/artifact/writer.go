@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"hash"
-	"io"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -281,44 +280,6 @@ func (w *Writer) failure() error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.failed
-}
-
-// ObjectWriter writes one object from its start to its end.
-type ObjectWriter struct {
-	w   *Writer
-	r   *region
-	off int64
-}
-
-var _ io.WriteCloser = (*ObjectWriter)(nil)
-
-// Object gives a sequential writer for an object. Several objects may be
-// written at the same time.
-func (w *Writer) Object(id string) (*ObjectWriter, error) {
-	r, ok := w.byID[id]
-	if !ok {
-		return nil, w.fail(fmt.Errorf("artifact: %s has no object %s to write", w.plan.Entry, quote(id)))
-	}
-	return &ObjectWriter{w: w, r: r}, nil
-}
-
-// Write appends bytes to the object.
-func (o *ObjectWriter) Write(p []byte) (int, error) {
-	if err := o.w.write(o.r, o.off, p, nil); err != nil {
-		return 0, err
-	}
-	o.off += int64(len(p))
-	return len(p), nil
-}
-
-// Close fails if bytes of the object are missing.
-func (o *ObjectWriter) Close() error {
-	o.r.mu.Lock()
-	defer o.r.mu.Unlock()
-	if err := o.r.complete(); err != nil {
-		return o.w.fail(fmt.Errorf("artifact: %w", err))
-	}
-	return nil
 }
 
 // Receipt tells what was published.

@@ -93,9 +93,6 @@ func (q *Queue) Reserve(ctx context.Context) (*Slot, error) {
 	return s, nil
 }
 
-// Context ends with the request's, and when the queue gives up on it. Preparation should watch it.
-func (s *Slot) Context() context.Context { return s.ctx }
-
 // Release gives the place back, ending its request if that still waits or runs. It may be called more than once.
 func (s *Slot) Release() {
 	s.cancel(context.Canceled)
@@ -114,15 +111,14 @@ func (s *Slot) Release() {
 
 // Ticket is a submitted request.
 type Ticket struct {
-	slot     *Slot
-	req      Request
-	admitted chan struct{}
-	done     chan struct{}
-	stop     func() bool // ends the watch on the context
-	timer    *time.Timer
-	id       RequestID
-	runs     bool // under the queue's lock, as is ended
-	ended    bool
+	slot  *Slot
+	req   Request
+	done  chan struct{}
+	stop  func() bool // ends the watch on the context
+	timer *time.Timer
+	id    RequestID
+	runs  bool // under the queue's lock, as is ended
+	ended bool
 
 	// Written before done is closed.
 	outcome Outcome
@@ -134,7 +130,7 @@ func (s *Slot) Submit(req Request) (*Ticket, error) {
 	if err := s.queue.worker.Check(req); err != nil {
 		return nil, err
 	}
-	t := &Ticket{slot: s, req: req, admitted: make(chan struct{}), done: make(chan struct{})}
+	t := &Ticket{slot: s, req: req, done: make(chan struct{})}
 	q := s.queue
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -155,9 +151,6 @@ func (s *Slot) Submit(req Request) (*Ticket, error) {
 	q.signal()
 	return t, nil
 }
-
-// Admitted is closed when the request starts to run; never if it is turned away before.
-func (t *Ticket) Admitted() <-chan struct{} { return t.admitted }
 
 // Done is closed when the request has ended. Its watcher is not called after.
 func (t *Ticket) Done() <-chan struct{} { return t.done }
@@ -273,7 +266,6 @@ func (q *Queue) hand(t *Ticket) {
 			q.waiting--
 			q.running++
 			t.timer.Stop()
-			close(t.admitted)
 		}
 	}, func(out Outcome, err error) {
 		q.mu.Lock()

@@ -55,9 +55,6 @@ type Chunk struct {
 	Last  bool // the prompt ends with it
 }
 
-// Idle reports whether there is nothing to do.
-func (u Unit) Idle() bool { return u.Prefill.Rows == 0 && len(u.Round) == 0 }
-
 // Scheduler decides what runs next. It is a plain value: events go in, units come out; it has no clock, no goroutine and
 // no device, so whole schedules can be written down as text.
 //

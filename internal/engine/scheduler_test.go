@@ -15,7 +15,7 @@ func describe(u Unit) string {
 		fmt.Fprintf(&b, "admit %d to lane %d, %d pages\n", a.ID, a.Lane, a.Pages)
 	}
 	switch {
-	case u.Idle():
+	case u.Prefill.Rows == 0 && len(u.Round) == 0:
 		b.WriteString("idle\n")
 	case u.Prefill.Rows > 0:
 		fmt.Fprintf(&b, "lane %d prompt rows %d+%d", u.Prefill.Lane, u.Prefill.First, u.Prefill.Rows)

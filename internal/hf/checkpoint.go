@@ -322,9 +322,6 @@ func (c *Checkpoint) Close() error {
 	return errors.Join(errs...)
 }
 
-// Dir is the folder as given to Open.
-func (c *Checkpoint) Dir() string { return c.dir }
-
 // Config is the text of config.json.
 func (c *Checkpoint) Config() []byte { return c.config }
 

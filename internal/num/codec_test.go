@@ -522,12 +522,6 @@ func TestSwizzleScales(t *testing.T) {
 				}
 			}
 		}
-		back := make([]byte, len(natural))
-		UnswizzleScales(back, plane, 0, cut, k)
-		UnswizzleScales(back[cut*k/16:], plane, cut, n-cut, k)
-		if !slices.Equal(back, natural) {
-			t.Errorf("%v: unswizzle is not the inverse", s)
-		}
 	}
 }
 

@@ -7,24 +7,14 @@ import (
 	"sync"
 )
 
-// HasEncoder tells whether EncodeRows makes the format from BF16 values. NVFP4
-// is made a matrix at a time by EncodeNVFP4, an FP8 table by FP8Table; the
-// formats left are only ever copied.
-func HasEncoder(f Format) bool {
-	switch f {
-	case BF16, FP32, Q4G64, Q5G64, Q6G64, Q8G32, FP8RowBF16:
-		return true
-	}
-	return false
-}
-
 // EncodeRows encodes rows [dst.First, dst.First+dst.N) of a matrix. src holds
 // exactly these rows as little-endian BF16, row-major; dst need not be clear.
 // BF16 copies the words and FP32 widens them, NaN included; the quantizing
 // formats fail on a source value that is not finite, naming row and column,
 // and leave dst in an undefined state. Rows are independent of each other, so
-// any division into runs gives the same bytes. It panics if the format has no
-// encoder (HasEncoder) or if lengths do not agree.
+// any division into runs gives the same bytes. It panics if lengths do not
+// agree, and for formats that are not made from BF16 rows: NVFP4 is made a matrix
+// at a time by EncodeNVFP4, an FP8 table by FP8Table, the others are copied.
 func (g *Geometry) EncodeRows(dst RowBytes, src []byte) error {
 	g.must(dst)
 	if len(src) != 2*dst.N*g.Cols {

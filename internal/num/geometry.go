@@ -326,16 +326,3 @@ func SwizzleScales(dst, src []byte, r0, rows, k int) {
 		}
 	}
 }
-
-// UnswizzleScales is the inverse of SwizzleScales: it reads the words of rows
-// [r0, r0+rows) from the plane src into dst, row-major.
-func UnswizzleScales(dst, src []byte, r0, rows, k int) {
-	groups := k / 16
-	for r := range rows {
-		line := src[Swizzle(r0+r, 0, k):]
-		words := dst[r*groups:][:groups]
-		for g := 0; g < groups; g += 4 {
-			copy(words[g:g+4], line[g*128:])
-		}
-	}
-}

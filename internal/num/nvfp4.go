@@ -225,15 +225,6 @@ func ModelOptDivisor(multiplier float32) (float32, error) {
 	return d, nil
 }
 
-// ModelOptFusedDivisor is ModelOptDivisor for a fused gate and up matrix, whose
-// two multipliers must be equal.
-func ModelOptFusedDivisor(gate, up float32) (float32, error) {
-	if gate != up {
-		return 0, fmt.Errorf("gate multiplier %v and up multiplier %v differ", gate, up)
-	}
-	return ModelOptDivisor(gate)
-}
-
 // PackedFusedDivisor checks the divisors of a compressed-tensors checkpoint
 // (weight_global_scale, already a divisor) of a gate and an up matrix to be
 // fused: their bits must be equal, the value finite and positive. For a single

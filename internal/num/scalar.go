@@ -114,15 +114,8 @@ var e2m1Values = [16]float32{
 // FromE2M1 gives the value of the E2M1 code in the low four bits of c.
 func FromE2M1(c byte) float32 { return e2m1Values[c&15] }
 
-// ToE2M1 rounds to the nearest E2M1 code, ties to the even code, saturating at
-// 6, with the sign bit of x. NaN is not representable and gives 7 with its
-// sign; callers check for it.
-func ToE2M1(x float32) byte {
-	return byte(math.Float32bits(x)>>28&8) | e2m1Magnitude(math.Abs(float64(x)))
-}
-
-// e2m1Magnitude is the E2M1 code nearest to a >= 0, ties to the even code. It
-// takes binary64 because the value of one encoder is a binary64 quotient whose
+// e2m1Magnitude is the E2M1 code nearest to a >= 0, ties to the even code,
+// saturating at 6; a NaN gives 7, callers check for it. It takes binary64 because the value of one encoder is a binary64 quotient whose
 // rounding to binary32 could make a tie.
 func e2m1Magnitude(a float64) byte {
 	b := min(math.Float64bits(a), 0x4018000000000000) // 6

@@ -491,13 +491,6 @@ func TestCheckpointDivisors(t *testing.T) {
 		if got != c.want || (err == nil) != c.ok {
 			t.Errorf("ModelOptDivisor(%v) = %v, %v", c.m, got, err)
 		}
-		fused, err := ModelOptFusedDivisor(c.m, c.m)
-		if fused != c.want || (err == nil) != c.ok {
-			t.Errorf("ModelOptFusedDivisor(%v) = %v, %v", c.m, fused, err)
-		}
-	}
-	if _, err := ModelOptFusedDivisor(1, 2); err == nil {
-		t.Error("different gate and up multipliers accepted")
 	}
 	if d, err := PackedFusedDivisor(1344, 1344); d != 1344 || err != nil {
 		t.Errorf("PackedFusedDivisor: %v, %v", d, err)

@@ -70,22 +70,6 @@ func File(path string) http.Handler {
 	return nil
 }
 
-// Handler returns a handler for the whole page.
-func Handler() http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		f := File(r.URL.Path)
-		switch {
-		case f == nil:
-			http.Error(w, "not found", http.StatusNotFound)
-		case r.Method != http.MethodGet && r.Method != http.MethodHead:
-			w.Header().Set("Allow", "GET, HEAD")
-			http.Error(w, "only GET and HEAD", http.StatusMethodNotAllowed)
-		default:
-			f.ServeHTTP(w, r)
-		}
-	})
-}
-
 func compress(data []byte) []byte {
 	var b bytes.Buffer
 	z, _ := gzip.NewWriterLevel(&b, gzip.BestCompression) // the level is valid

@@ -71,9 +71,6 @@ func NewTemplate(name string, source []byte) (*Template, error) {
 	return t, nil
 }
 
-// Name is the name given to NewTemplate.
-func (t *Template) Name() string { return t.name }
-
 // Source is the text that was compiled: line ends are \n, and the last one is not there.
 func (t *Template) Source() string { return t.outline.source }
 

@@ -185,9 +185,6 @@ func (d *Decoder) Tokens() int { return d.state.tokens }
 // ones and the closing marker included.
 func (d *Decoder) ReasoningTokens() int { return d.state.reasoning }
 
-// Thinking reports whether the think block is open.
-func (d *Decoder) Thinking() bool { return d.state.open }
-
 // Closing is what to insert when Preview or a commit ends with Budget.
 func (d *Decoder) Closing() []int32 { return slices.Clone(d.opt.Closing) }
 

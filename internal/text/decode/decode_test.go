@@ -374,12 +374,12 @@ func TestBudgetState(t *testing.T) {
 	if keep, why := d.Preview(ids(t, "b")); keep != 0 || why != Budget {
 		t.Errorf("Preview with the insertion due = %d, %d", keep, why)
 	}
-	if !d.Thinking() {
+	if !d.state.open {
 		t.Error("the block is closed before the insertion")
 	}
 	var got seen
 	got.add(t, d.Commit(closing))
-	if d.Thinking() || got.Reasoning != "c" || got.Answer != "" || !got.Closed {
+	if d.state.open || got.Reasoning != "c" || got.Answer != "" || !got.Closed {
 		t.Errorf("after the insertion: %+v", got)
 	}
 	if keep, why := d.Preview(ids(t, "a", "b")); keep != 2 || why != Continue {

@@ -24,7 +24,7 @@ const maxIDs = 1 << 24
 // words or after normalisation, and on any step of the reference tokenizer that
 // this package does not have.
 func Load(tokenizerJSON, tokenizerConfigJSON []byte) (*Tokenizer, error) {
-	l := loader{vocab: map[string]int32{}, added: map[int32]addedToken{}, names: map[string]string{}}
+	l := loader{vocab: map[string]int32{}, added: map[int32]addedToken{}}
 	if err := l.readTokenizer(tokenizerJSON); err != nil {
 		return nil, fmt.Errorf("tokenizer.json: %w", err)
 	}
@@ -43,7 +43,6 @@ type loader struct {
 	vocab  map[string]int32
 	merges [][2]string
 	added  map[int32]addedToken
-	names  map[string]string
 	marks  bool
 	whole  bool
 }
@@ -275,36 +274,11 @@ func (l *loader) readConfig(data []byte) error {
 		Added          map[string]addedToken `json:"added_tokens_decoder"`
 		AddPrefixSpace bool                  `json:"add_prefix_space"`
 	}
-	var members map[string]jsontext.Value
-	if err := json.Unmarshal(data, &members); err != nil {
-		return err
-	}
 	if err := json.Unmarshal(data, &config); err != nil {
 		return err
 	}
 	if config.AddPrefixSpace {
 		return fmt.Errorf("add_prefix_space is not supported")
-	}
-	for name, raw := range members {
-		if !strings.HasSuffix(name, "_token") {
-			continue
-		}
-		var text string
-		var entry addedToken
-		switch raw.Kind() {
-		case '"':
-			if err := json.Unmarshal(raw, &text); err != nil {
-				return fmt.Errorf("%s: %w", name, err)
-			}
-		case '{':
-			if err := json.Unmarshal(raw, &entry); err != nil {
-				return fmt.Errorf("%s: %w", name, err)
-			}
-			text = entry.Content
-		}
-		if text != "" {
-			l.names[name] = text
-		}
 	}
 	for key, a := range config.Added {
 		id, err := strconv.ParseInt(key, 10, 32)
@@ -392,7 +366,7 @@ func checkDecoder(raw jsontext.Value) error {
 
 // build makes the tables.
 func (l *loader) build() (*Tokenizer, error) {
-	t := &Tokenizer{ids: l.vocab, marks: l.marks, whole: l.whole, added: map[string]int32{}, names: l.names}
+	t := &Tokenizer{ids: l.vocab, marks: l.marks, whole: l.whole, added: map[string]int32{}}
 	for _, id := range l.vocab {
 		t.count = max(t.count, int(id)+1)
 	}

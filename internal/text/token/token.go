@@ -1,7 +1,6 @@
 package token
 
 import (
-	"maps"
 	"slices"
 	"strings"
 )
@@ -19,7 +18,6 @@ type Tokenizer struct {
 	marks    bool              // the split pattern counts combining marks as letters
 
 	added   map[string]int32
-	names   map[string]string
 	special []int32        // ids of added tokens with the special flag, ascending
 	byStart [256][]control // added tokens by first byte, longest first
 }
@@ -65,13 +63,7 @@ func (t *Tokenizer) Bytes(id int32) []byte {
 	return t.bytes[start:t.ends[id]:t.ends[id]]
 }
 
-// Special reports whether id is an added token flagged special in either file.
-func (t *Tokenizer) Special(id int32) bool {
-	_, ok := slices.BinarySearch(t.special, id)
-	return ok
-}
-
-// SpecialIDs returns the ids for which Special holds, ascending.
+// SpecialIDs returns the ids of added tokens flagged special in either file, ascending.
 func (t *Tokenizer) SpecialIDs() []int32 { return slices.Clone(t.special) }
 
 // Controls returns the spellings of all added tokens, special or not, in id order.
@@ -83,11 +75,6 @@ func (t *Tokenizer) Controls() []string {
 	slices.SortFunc(out, func(a, b string) int { return int(t.added[a]) - int(t.added[b]) })
 	return out
 }
-
-// Names returns the tokens that tokenizer_config.json gives a role: eos_token,
-// pad_token and others that are set, with their spellings. Chat templates may ask
-// for them by these names.
-func (t *Tokenizer) Names() map[string]string { return maps.Clone(t.names) }
 
 // Encode returns the ids of text, reading control spellings as control tokens.
 // Of several that fit, the earliest wins, then the longest. Nothing is put
