@@ -142,6 +142,20 @@ func (a *File) spans(o *Object) ([][]byte, error) {
 	return out, nil
 }
 
+// Random tells the system that single places of an object will be read through its spans, so that it fetches no more than their pages.
+func (a *File) Random(id string) error {
+	o, err := a.lookup(id)
+	if err != nil {
+		return err
+	}
+	return a.pieces(o.Offset, o.Bytes, func(i int, from, n int64) error {
+		if _, err := a.view(i, from, n); err != nil {
+			return err
+		}
+		return a.parts[i].mem.Random(a.parts[i].start+from, n)
+	})
+}
+
 // ReadObjectAt reads bytes of one object like ReadAt; a range that is not
 // inside the object is an error and reads nothing.
 func (a *File) ReadObjectAt(id string, p []byte, off int64) error {

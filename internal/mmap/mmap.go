@@ -1,10 +1,10 @@
-// Package mmap maps whole files read-only and advises the system how they
-// will be read.
+// Package mmap maps whole files read-only, and tells the system where single
+// places will be read.
 //
 // The caller must keep the File open while any slice of Bytes is in use:
 // reading the bytes after Close faults the process. Truncating a file while it
 // is mapped does so too; artifacts are therefore written under another name
-// and renamed. Bytes and Advise may be used from many goroutines; Close must
+// and renamed. Bytes and Random may be used from many goroutines; Close must
 // come after all of them.
 package mmap
 
@@ -13,16 +13,6 @@ import (
 	"math"
 	"os"
 	"unsafe"
-)
-
-// Advice says how a part of a file will be read.
-type Advice uint8
-
-// The kinds of advice.
-const (
-	Random     Advice = iota // single rows anywhere: do not read ahead
-	Sequential               // once from front to back: read ahead far
-	WillNeed                 // soon: begin to read it now
 )
 
 // File is a read-only mapping of a whole file.
@@ -89,16 +79,14 @@ func (f *File) Close() error {
 	return nil
 }
 
-// Advise tells the system how the n bytes from off on will be read. It never
-// changes what is read. It fails if the range is not inside the file or the
-// system refuses; systems without a matching call ignore the advice.
-func (f *File) Advise(off, n int64, a Advice) error {
+// Random tells the system that single places of the n bytes from off on will be
+// read: a page that is not in memory is then fetched alone, and not with what lies
+// around it. It never changes what is read. It fails if the range is not inside
+// the file or the system refuses; systems without such a call ignore it.
+func (f *File) Random(off, n int64) error {
 	size := int64(len(f.data))
 	if off < 0 || n < 0 || off > size || n > size-off {
 		return fmt.Errorf("mmap: %s: advice on %d bytes at %d, file has %d", f.path, n, off, size)
-	}
-	if a > WillNeed {
-		return fmt.Errorf("mmap: %s: unknown advice %d", f.path, a)
 	}
 	if n == 0 || f.held {
 		return nil
@@ -106,7 +94,7 @@ func (f *File) Advise(off, n int64, a Advice) error {
 	// The system wants the start on a page border. The mapping begins on one,
 	// and pages are what os says they are.
 	start := off &^ int64(os.Getpagesize()-1)
-	if err := advise(f.data[start:off+n], a); err != nil {
+	if err := random(f.data[start : off+n]); err != nil {
 		return fmt.Errorf("mmap: %s: advise: %w", f.path, err)
 	}
 	return nil

@@ -34,11 +34,9 @@ func TestOpen(t *testing.T) {
 		if !bytes.Equal(f.Bytes(), content) {
 			t.Errorf("%d bytes: contents differ", size)
 		}
-		for _, a := range []Advice{Random, Sequential, WillNeed} {
-			for off := int64(0); off <= int64(size); off += 1 + int64(size)/3 {
-				if err := f.Advise(off, int64(size)-off, a); err != nil {
-					t.Errorf("%d bytes: advice %d at %d: %v", size, a, off, err)
-				}
+		for off := int64(0); off <= int64(size); off += 1 + int64(size)/3 {
+			if err := f.Random(off, int64(size)-off); err != nil {
+				t.Errorf("%d bytes: advice at %d: %v", size, off, err)
 			}
 		}
 		if !bytes.Equal(f.Bytes(), content) {
@@ -55,7 +53,7 @@ func TestOpen(t *testing.T) {
 	}
 }
 
-func TestAdviseErrors(t *testing.T) {
+func TestRandomErrors(t *testing.T) {
 	f, err := Open(write(t, make([]byte, 100)))
 	if err != nil {
 		t.Fatal(err)
@@ -63,14 +61,11 @@ func TestAdviseErrors(t *testing.T) {
 	defer f.Close()
 	const maxInt64 = 1<<63 - 1
 	for _, r := range [][2]int64{{-1, 1}, {0, -1}, {101, 0}, {0, 101}, {50, 51}, {1, maxInt64}, {maxInt64, maxInt64}} {
-		if err := f.Advise(r[0], r[1], Random); err == nil {
+		if err := f.Random(r[0], r[1]); err == nil {
 			t.Errorf("advice on %d bytes at %d of 100 accepted", r[1], r[0])
 		}
 	}
-	if err := f.Advise(0, 1, WillNeed+1); err == nil {
-		t.Error("unknown advice accepted")
-	}
-	if err := f.Advise(100, 0, Random); err != nil {
+	if err := f.Random(100, 0); err != nil {
 		t.Errorf("empty range at the end: %v", err)
 	}
 }
@@ -117,12 +112,10 @@ func TestOf(t *testing.T) {
 		if at := uintptr(unsafe.Pointer(unsafe.SliceData(f.Bytes()))); at%uintptr(page) != 0 {
 			t.Errorf("shift %d: begins at %#x", shift, at)
 		}
-		for _, a := range []Advice{Random, Sequential, WillNeed} {
-			if err := f.Advise(1, 5, a); err != nil {
-				t.Error(err)
-			}
+		if err := f.Random(1, 5); err != nil {
+			t.Error(err)
 		}
-		if err := f.Advise(0, int64(len(content))+1, Random); err == nil {
+		if err := f.Random(0, int64(len(content))+1); err == nil {
 			t.Error("advice beyond the end passed")
 		}
 		if err := f.Close(); err != nil || f.Bytes() != nil {

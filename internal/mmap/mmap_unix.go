@@ -15,16 +15,7 @@ func mapFile(f *os.File, size int) ([]byte, error) {
 
 func unmapFile(data []byte) error { return unix.Munmap(data) }
 
-func advise(data []byte, a Advice) error {
-	how := unix.MADV_RANDOM
-	switch a {
-	case Sequential:
-		how = unix.MADV_SEQUENTIAL
-	case WillNeed:
-		how = unix.MADV_WILLNEED
-	}
-	return unix.Madvise(data, how)
-}
+func random(data []byte) error { return unix.Madvise(data, unix.MADV_RANDOM) }
 
 func reserve(n int) ([]byte, error) {
 	return unix.Mmap(-1, 0, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON|unix.MAP_NORESERVE)

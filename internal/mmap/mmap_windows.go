@@ -26,25 +26,8 @@ func unmapFile(data []byte) error {
 	return os.NewSyscallError("UnmapViewOfFile", windows.UnmapViewOfFile(uintptr(unsafe.Pointer(unsafe.SliceData(data)))))
 }
 
-var prefetchVirtualMemory = windows.NewLazySystemDLL("kernel32.dll").NewProc("PrefetchVirtualMemory")
-
-// advise prefetches for WillNeed. Windows knows no other advice on a view, and
-// read-ahead there does not follow random faults.
-func advise(data []byte, a Advice) error {
-	if a != WillNeed || prefetchVirtualMemory.Find() != nil {
-		return nil
-	}
-	// WIN32_MEMORY_RANGE_ENTRY
-	entry := struct {
-		addr unsafe.Pointer
-		n    uintptr
-	}{unsafe.Pointer(unsafe.SliceData(data)), uintptr(len(data))}
-	ok, _, err := prefetchVirtualMemory.Call(uintptr(windows.CurrentProcess()), 1, uintptr(unsafe.Pointer(&entry)), 0)
-	if ok == 0 {
-		return os.NewSyscallError("PrefetchVirtualMemory", err)
-	}
-	return nil
-}
+// Windows has no such advice on a view, and its read-ahead does not follow random faults.
+func random([]byte) error { return nil }
 
 // reserve maps a temporary sparse file, which goes when the mapping does: memory of the process would be charged against the page file at
 // once.

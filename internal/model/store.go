@@ -310,6 +310,9 @@ func (a *Artifact) Table(name string) (num.Format, backend.RowSource, error) {
 	if err != nil {
 		return 0, nil, err
 	}
+	if err := a.File.Random(id); err != nil {
+		return 0, nil, err
+	}
 	if len(o.Shape) != 2 {
 		return 0, nil, fmt.Errorf("%s: table %q has shape %v, need two dimensions", a.File.Path(), id, o.Shape)
 	}
@@ -376,7 +379,16 @@ func (a *Artifact) WarmTable(ctx context.Context) (int64, error) {
 		})
 	}
 	all.Wait()
-	return read.Load(), ctx.Err()
+	if err := ctx.Err(); err != nil {
+		return read.Load(), err
+	}
+	// Pages that memory could not hold come back one by one.
+	for i := range s.shards {
+		if err := a.File.Random(s.ids[i]); err != nil {
+			return read.Load(), err
+		}
+	}
+	return read.Load(), nil
 }
 
 // copySpans copies len(dst) bytes from an offset into runs that follow each other.
@@ -417,6 +429,7 @@ func (t tableSpans) Rows(ids []int64, dst []byte) error {
 type shardedTable struct {
 	rows   int64 // of one shard
 	geom   num.Geometry
+	ids    []string // the shards' objects
 	shards [][][]byte
 }
 
@@ -455,7 +468,7 @@ func (a *Artifact) shards() (*shardedTable, error) {
 		if err != nil {
 			return nil, err
 		}
-		s.shards = append(s.shards, spans)
+		s.ids, s.shards = append(s.ids, o.ID), append(s.shards, spans)
 	}
 	return s, nil
 }

@@ -5,11 +5,13 @@ import (
 	"encoding/binary"
 	"encoding/json/jsontext"
 	"math"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
 
+	"ninfer/internal/arch"
 	"ninfer/internal/artifact"
 	"ninfer/internal/convert"
 	"ninfer/internal/convert/converttest"
@@ -128,6 +130,47 @@ func TestWarmTable(t *testing.T) {
 		if n, err := a.WarmTable(ctx); want > 0 && (n != 0 || err == nil) {
 			t.Errorf("%s: %d bytes, %v after the end", f.Path(), n, err)
 		}
+	}
+}
+
+// The system is told that rows are single places: with its usual read-ahead a row that is not in memory costs 512 KB of a table that memory
+// may not hold.
+func TestTableAdvice(t *testing.T) {
+	advised := func(f *artifact.File) bool {
+		maps, err := os.ReadFile("/proc/self/smaps")
+		if err != nil {
+			t.Skip("only Linux tells what was advised")
+		}
+		ours := false
+		for line := range strings.Lines(string(maps)) {
+			switch fields := strings.Fields(line); {
+			case strings.Contains(fields[0], "-"):
+				ours = strings.HasSuffix(strings.TrimSpace(line), f.Path())
+			case ours && fields[0] == "VmFlags:" && slices.Contains(fields, "rr"):
+				return true
+			}
+		}
+		return false
+	}
+	l := converted(t, convert.Options{Model: micro}, "qwen3_8_flash_next_125b_a6b_nvfp4.ninfer")
+	a, err := model.NewArtifact(l)
+	if err != nil {
+		t.Fatal(err)
+	}
+	before := advised(l)
+	if _, _, err := a.Table(arch.PLEPrefix(arch.LayerPrefix(1)) + arch.PLETable); err != nil {
+		t.Fatal(err)
+	}
+	if before || !advised(l) {
+		t.Errorf("one table: advised before %v, after %v", before, advised(l))
+	}
+	dir, ple := converttest.Mixed(t, micro)
+	e := converted(t, convert.Options{Profile: "mixed", Model: dir, PLE: ple}, "qwen3_8_flash_next_mixed.ninfer")
+	if a, err = model.NewArtifact(e); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := a.WarmTable(t.Context()); err != nil || !advised(e) {
+		t.Errorf("shards: advised %v, %v", advised(e), err)
 	}
 }
 
