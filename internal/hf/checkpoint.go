@@ -29,7 +29,6 @@ const (
 // Checkpoint is an open checkpoint folder.
 type Checkpoint struct {
 	dir     string
-	config  []byte
 	shards  []shard
 	index   map[string]int32 // into tensors
 	tensors []tensor
@@ -94,7 +93,7 @@ func (t Tensor) readAt(p []byte, off int64, long *direct.File) (int, error) {
 	return n, fmt.Errorf("%s: tensor %q: %w", t.File, t.Name, err)
 }
 
-// Open reads a checkpoint folder: config.json, the index (or the only shard), and all headers. Every tensor the index names is
+// Open reads a checkpoint folder, which is one if it has a config.json: the index (or the only shard), and all headers. Every tensor the index names is
 // checked to lie whole inside its shard. Errors name the file and the tensor; those of the file system keep their cause.
 func Open(dir string) (*Checkpoint, error) { return OpenWithout(dir, nil) }
 
@@ -102,8 +101,7 @@ func Open(dir string) (*Checkpoint, error) { return OpenWithout(dir, nil) }
 // shards that hold nothing else need not be there.
 func OpenWithout(dir string, without func(name string) bool) (*Checkpoint, error) {
 	c := &Checkpoint{dir: dir, without: without}
-	var err error
-	if c.config, err = os.ReadFile(filepath.Join(dir, ConfigName)); err != nil {
+	if _, err := os.Stat(filepath.Join(dir, ConfigName)); err != nil {
 		return nil, fmt.Errorf("hf: %w", err)
 	}
 	if err := c.open(); err != nil {
@@ -321,9 +319,6 @@ func (c *Checkpoint) Close() error {
 	}
 	return errors.Join(errs...)
 }
-
-// Config is the text of config.json.
-func (c *Checkpoint) Config() []byte { return c.config }
 
 // Names are all tensor names, sorted. The caller must not change the slice.
 func (c *Checkpoint) Names() []string { return c.sorted() }

@@ -1,4 +1,4 @@
-// Package hf reads Hugging Face checkpoints: config.json, the safetensors index and its shards.
+// Package hf reads Hugging Face checkpoints: the safetensors index and its shards.
 //
 // Open reads every shard's header, in parallel, and maps the shards; it checks all framing, so that a tensor it lists can be
 // read. Nothing of the tensors themselves is touched. Tensor.Data is a view of the mapping and dies with Close; a file that is
