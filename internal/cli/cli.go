@@ -131,6 +131,7 @@ func (e *environment) run(args []string) (err error) {
 		kong.Exit(func(code int) { panic(exited(code)) }),
 		kong.UsageOnError(),
 		kong.ConfigureHelp(kong.HelpOptions{Compact: true, NoExpandSubcommands: true}),
+		kong.ValueFormatter(withDefault),
 		kong.Bind(e),
 	)
 	if err != nil {
@@ -160,6 +161,15 @@ func (e *environment) run(args []string) (err error) {
 		return err
 	}
 	return ctx.Run()
+}
+
+// withDefault is the help of an option, with its default where the text does not tell it.
+func withDefault(v *kong.Value) string {
+	text := kong.DefaultHelpValueFormatter(v)
+	if v.Default == "" || v.IsBool() || strings.Contains(text, "efault") {
+		return text
+	}
+	return text + " Default: " + v.Default + "."
 }
 
 // expand turns the older forms into commands: a program of the family by its own name, and an artifact as the first word.

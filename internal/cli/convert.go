@@ -17,7 +17,7 @@ type convertCommand struct {
 	MTPExpertFormat  string `name:"mtp-expert-format" placeholder:"F" help:"Re-encode the drafter's experts: nvfp4."`
 	MaxFileBytes     int64  `placeholder:"N" help:"Largest file; the payload continues in parts. Default 32000000000."`
 	DraftRanking     string `placeholder:"FILE" help:"Token counts that choose the proposal head's rows."`
-	Device           string `default:"cuda" enum:"cpu,cuda" help:"Accepted for older command lines; the arithmetic always runs on the CPU."`
+	Device           string `default:"cuda" enum:"cpu,cuda" hidden:"" help:"Accepted for older command lines; the arithmetic always runs on the CPU."`
 	Quiet            bool   `help:"No line per object."`
 }
 

@@ -14,7 +14,7 @@ import (
 
 // modelFlags are the options of run and serve that shape the model and its device.
 type modelFlags struct {
-	MaxContext    int    `placeholder:"N" help:"Token ceiling of a sequence, prompt and output together."`
+	MaxContext    int    `placeholder:"N" help:"Token ceiling of a sequence, prompt and output together. Default: 8192 in serve, 2048 in run."`
 	KVCapacity    string `name:"kv-capacity" placeholder:"N" help:"Tokens of the pool of all sequences, or auto. Default: the context."`
 	KVDtype       string `name:"kv-dtype" default:"bf16" placeholder:"T" help:"Cache format: bf16 or fp8."`
 	PrefillChunk  int    `default:"1024" placeholder:"N" help:"Most prompt tokens of a pass; a multiple of 128."`

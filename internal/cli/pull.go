@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"path"
+	"sync"
 	"time"
 
 	"ninfer/internal/hf/hub"
@@ -32,6 +33,18 @@ func (c *pullCommand) Run(e *environment) error {
 	}
 	if c.Jobs < 1 || c.Jobs > 256 {
 		return usagef("--jobs is %d, need 1 to 256", c.Jobs)
+	}
+	if !c.Quiet {
+		var mu sync.Mutex
+		var last time.Time
+		o.Waiting = func(failed error, pause time.Duration) {
+			mu.Lock()
+			defer mu.Unlock()
+			if now := time.Now(); now.Sub(last) >= 5*time.Second { // all requests wait at once
+				last = now
+				e.say("%v; again in %v", failed, pause.Round(100*time.Millisecond))
+			}
+		}
 	}
 	if c.List {
 		l, err := hub.List(e.ctx, o)

@@ -42,6 +42,8 @@ type Options struct {
 
 	// Progress, if set, is called now and then, by one goroutine at a time.
 	Progress func(Progress)
+	// Waiting, if set, is called before a pause with what failed; any goroutine may call it.
+	Waiting func(failed error, pause time.Duration)
 
 	// For tests: how long to wait between attempts, and how long a connection may be silent.
 	pause func(ctx context.Context, d time.Duration) error
@@ -266,7 +268,11 @@ func (c *client) retry(ctx context.Context, what string, f func() (progress bool
 		d := time.Second << (n - 1) / 2
 		d = min(d, 30*time.Second)
 		d += rand.N(d / 2)
-		if err := c.o.pause(ctx, max(d, th.after)); err != nil {
+		d = max(d, th.after)
+		if c.o.Waiting != nil {
+			c.o.Waiting(fmt.Errorf("hub: %s: %w", what, err), d)
+		}
+		if err := c.o.pause(ctx, d); err != nil {
 			return fmt.Errorf("hub: %s: %w", what, err)
 		}
 	}

@@ -290,10 +290,20 @@ func TestFaults(t *testing.T) {
 				o.idle = 100 * time.Millisecond
 				var waited atomic.Int64
 				o.pause = func(ctx context.Context, d time.Duration) error { waited.Add(int64(d)); return ctx.Err() }
+				var told atomic.Int64
+				o.Waiting = func(failed error, pause time.Duration) {
+					told.Add(int64(pause))
+					if failed == nil || !strings.Contains(failed.Error(), name) || strings.ContainsAny(failed.Error(), "\r\n") || strings.Contains(failed.Error(), "secret") {
+						t.Errorf("told of %v", failed)
+					}
+				}
 				if _, err := Pull(t.Context(), o); err != nil {
 					t.Errorf("now and then: %v", err)
 				}
 				checkFiles(t, out, h.files)
+				if told.Load() != waited.Load() {
+					t.Errorf("told of %v, waited %v", time.Duration(told.Load()), time.Duration(waited.Load()))
+				}
 				if c.name == "status 429" && time.Duration(waited.Load()) < 7*time.Second {
 					t.Errorf("waited %v, the server asked for 7s", time.Duration(waited.Load()))
 				}

@@ -56,6 +56,12 @@ func TestNoDriver(t *testing.T) {
 	if !errors.As(err, &e) || !strings.Contains(err.Error(), "no NVIDIA driver") || !strings.Contains(err.Error(), "no such file") {
 		t.Errorf("got %v", err)
 	}
+	// As Linux' loader and Windows say it.
+	for _, says := range []string{"libcuda.so.1: cannot open shared object file", "cannot open shared object file"} {
+		if got := (&NoDriverError{"libcuda.so.1", errors.New(says)}).Error(); got != "cuda: no NVIDIA driver: libcuda.so.1: cannot open shared object file" {
+			t.Errorf("got %q", got)
+		}
+	}
 	f = &fake{funcs: map[string]func([]uintptr) Result{}}
 	if _, err := OpenWith(f); !errors.As(err, &e) {
 		t.Errorf("a library that is no driver: %v", err)

@@ -20,7 +20,8 @@ type NoDriverError struct {
 }
 
 func (e *NoDriverError) Error() string {
-	return fmt.Sprintf("cuda: no NVIDIA driver: %s: %v", e.Library, e.Err)
+	// Linux' loader names the library itself.
+	return fmt.Sprintf("cuda: no NVIDIA driver: %s: %s", e.Library, strings.TrimPrefix(e.Err.Error(), e.Library+": "))
 }
 
 func (e *NoDriverError) Unwrap() error { return e.Err }
