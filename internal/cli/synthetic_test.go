@@ -117,6 +117,16 @@ func launches(t *testing.T, l *loaded) {
 		row := backend.LaneRows{Tokens: []int32{1}, Positions: model.Positions(512+i, 1), Want: backend.WantLast}
 		step("a step", min(i, 1), row)
 	}
+	// What a step allocates on the host: its result, and what the GPU's goroutine is asked to do.
+	next := &backend.Control{Lanes: []backend.LaneRows{{Tokens: []int32{1}, Positions: model.Positions(516, 1), Want: backend.WantLast}}}
+	if n := testing.AllocsPerRun(50, func() {
+		gpu.Launched = gpu.Launched[:0]
+		_, err := r.Launch(backend.Verify, next)
+		must(err)
+		must(d.Commit(0, 1))
+	}); n > 5 {
+		t.Errorf("a step allocates %v times", n)
+	}
 	var all []backend.LaneRows
 	for lane := range 8 {
 		must(d.Fill(backend.Lane(lane), 9000))

@@ -242,8 +242,9 @@ func (g *generation) keep(ids []int32, rows [][]float32) (int, []int32, error) {
 	if v.Keep+len(v.Insert) == 0 && v.Reason == Continue {
 		return 0, nil, errors.New("engine: a watcher kept nothing and did not end the generation")
 	}
-	kept := slices.Concat(ids[:v.Keep], v.Insert)
-	g.out.IDs = append(g.out.IDs, kept...)
+	n := len(g.out.IDs)
+	g.out.IDs = append(append(g.out.IDs, ids[:v.Keep]...), v.Insert...)
+	kept := g.out.IDs[n:len(g.out.IDs):len(g.out.IDs)]
 	g.foreign += len(v.Insert)
 	if g.req.Logprobs {
 		for i, id := range kept {

@@ -402,10 +402,16 @@ func (d *Device) Reset(i backend.Image) error {
 	return d.do("reset", func(c *driver.Context) error { return d.empty(c, slot) })
 }
 
-// folded is the history after the kept recorded tokens.
-func (img *image) folded() []int32 {
-	all := append(append([]int32(nil), img.history...), img.recorded[:min(img.keep, len(img.recorded))]...)
-	return all[len(all)-len(img.history):]
+// folded is a copy of the image's history, or that itself, after the kept recorded tokens.
+func (img *image) folded(history []int32) []int32 {
+	return after(history, img.recorded[:min(img.keep, len(img.recorded))])
+}
+
+// after is a history, in its own memory, when tokens have followed: as many of the last ones as before.
+func after(history, tokens []int32) []int32 {
+	keep := len(history)
+	all := append(history, tokens[max(0, len(tokens)-keep):]...)
+	return all[:copy(all, all[len(all)-keep:])]
 }
 
 // flush folds an image's kept records and forgets its drafts.
@@ -424,7 +430,7 @@ func (d *Device) flush(c *driver.Context, slot int) error {
 		if err := c.SyncStream(d.stream); err != nil { // the control block is used again
 			return err
 		}
-		img.history = img.folded()
+		img.history = img.folded(img.history)
 	}
 	img.keep, img.from, img.recorded, img.verify = 0, 0, nil, nil
 	img.chained, img.drafted = 0, false

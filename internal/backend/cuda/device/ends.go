@@ -357,9 +357,7 @@ func (hd *head) results() backend.Result {
 				at++
 				continue
 			}
-			id := make([]int32, 1)
-			copy(bytesIn(id), hd.s.report[4+4*at:8+4*at])
-			l.Picks = append(l.Picks, id[0])
+			l.Picks = append(l.Picks, *(*int32)(unsafe.Pointer(&hd.s.report[4+4*at])))
 			if w.logits {
 				if hd.kept != nil {
 					l.Logits = append(l.Logits, hd.kept[at])

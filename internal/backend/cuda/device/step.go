@@ -249,7 +249,7 @@ func (d *Device) queue(s *step, ctl *backend.Control, depth int) (backend.Seq, e
 	if err := p.begin(ctl); err != nil {
 		return 0, fmt.Errorf("cuda: launch %v: %w", s.program.Pass.Kind, err)
 	}
-	err := d.do(fmt.Sprint(s.program.Pass.Kind), func(c *driver.Context) error {
+	err := d.do(s.program.Pass.Kind.String(), func(c *driver.Context) error {
 		p.c = c
 		return p.launch(depth)
 	})
@@ -555,7 +555,7 @@ func (p *pass) end() {
 		}
 		// The kept records are folded now, and drafts are forgotten.
 		if img.keep > 0 {
-			img.history = img.folded()
+			img.history = img.folded(img.history)
 		}
 		img.keep, img.recorded, img.verify = 0, img.recorded[:0], nil
 		img.from = int(l.From+l.Fold) % d.recordRing()
@@ -573,8 +573,7 @@ func (p *pass) end() {
 				img.recorded = append(img.recorded, in.Tokens...)
 			}
 		} else if s.history {
-			all := append(img.history, in.Tokens...)
-			img.history = slices.Clone(all[len(all)-len(img.history):])
+			img.history = after(img.history, in.Tokens)
 		}
 	}
 	p.in = nil

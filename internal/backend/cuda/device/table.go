@@ -103,7 +103,7 @@ func (p *pass) gather(number uint32) error {
 		img := &p.s.d.images[p.lanes[i].Slot]
 		t.before = append(t.before[:0], img.history...)
 		if img.keep > 0 {
-			t.before = append(t.before[:0], img.folded()...)
+			t.before = img.folded(t.before)
 		}
 		for _, token := range p.in[i].Tokens {
 			hash(t.w, t.before, token, t.ids[n*t.heads:(n+1)*t.heads])

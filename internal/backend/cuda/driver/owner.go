@@ -90,13 +90,17 @@ func (o *Owner) next() (j job, ok bool) {
 // Device is the GPU owned.
 func (o *Owner) Device() Device { return o.ctx.Device }
 
+// answers are channels that jobs are answered on, one answer a job: empty again when Do is over.
+var answers = sync.Pool{New: func() any { return make(chan outcome, 1) }}
+
 // Do runs f on the owning goroutine and waits for it. f must not call Do.
 func (o *Owner) Do(f func(*Context) error) error {
-	j := job{f: f, done: make(chan outcome, 1)}
+	j := job{f: f, done: answers.Get().(chan outcome)}
 	if !o.send(j) {
 		return ErrClosed
 	}
 	r := <-j.done
+	answers.Put(j.done)
 	if r.panicked != nil {
 		panic(r.panicked)
 	}
