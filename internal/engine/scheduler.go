@@ -67,7 +67,6 @@ type Scheduler struct {
 	free     int     // pages
 	passed   int     // requests that passed the first waiting one
 	roundDue bool    // the last unit was a prompt's
-	draining bool
 }
 
 // entry is one request as the scheduler sees it.
@@ -97,8 +96,6 @@ func (s *Scheduler) Arrive(id RequestID, prompt, output int) error {
 	switch {
 	case id == 0 || prompt < 1 || output < 1:
 		return fmt.Errorf("engine: request %d of %d and %d tokens", id, prompt, output)
-	case s.draining:
-		return ErrDraining
 	case pages > s.limits.Pages:
 		return fmt.Errorf("%w: it needs %d pages, the pool has %d", ErrTooLarge, pages, s.limits.Pages)
 	case len(s.waiting) >= s.limits.Pending+s.idleLanes():
@@ -139,9 +136,6 @@ func (s *Scheduler) Leave(id RequestID) bool {
 	}
 	return false
 }
-
-// Drain refuses what comes from now on; what is waiting or running goes on.
-func (s *Scheduler) Drain() { s.draining = true }
 
 // Extend makes more rows of prompt of a running request: tokens that were put into its output without the model. They must be
 // inside its reservation.

@@ -62,9 +62,6 @@ func TestSchedules(t *testing.T) {
 			case "extend":
 				s.Extend(RequestID(arg("id", 0)), arg("rows", 0))
 				return ""
-			case "drain":
-				s.Drain()
-				return ""
 			case "next":
 				var b strings.Builder
 				for range arg("times", 1) {
