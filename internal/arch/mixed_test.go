@@ -231,7 +231,7 @@ func TestDescribeMixed(t *testing.T) {
 
 // TestDescribeMixedOther: another config's normalized members come first, then the rest of its source, then the token ids.
 func TestDescribeMixedOther(t *testing.T) {
-	dir := "../../../shared/golden/micro-mixed/checkpoint"
+	dir := filepath.Join(os.Getenv("NINFER_GOLDEN"), "micro-mixed", "checkpoint")
 	data, err := os.ReadFile(filepath.Join(dir, "config.json"))
 	if err != nil {
 		data = microConfig(t) // the same model but for what tells profiles apart

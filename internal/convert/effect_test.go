@@ -76,7 +76,7 @@ func change(a, b [][]float32, next []int32) (sum float64) {
 // drafter's experts do not touch the target at all.
 func TestOptionEffect(t *testing.T) {
 	t.Parallel()
-	folder := "../../../shared/golden/micro-swift"
+	folder := filepath.Join(os.Getenv("NINFER_GOLDEN"), "micro-swift")
 	dir := filepath.Join(folder, "checkpoint")
 	if _, err := os.Stat(folder); err != nil {
 		folder, dir = filepath.Dir(micro), converttest.Swift(t, micro)

@@ -30,7 +30,7 @@ func read(t testing.TB, path string) []byte {
 	return b
 }
 
-var folders = []string{"../../testdata/micro-radixark", "../../../shared/golden/mini-radixark"}
+var folders = []string{"../../testdata/micro-radixark", filepath.Join(os.Getenv("NINFER_GOLDEN"), "mini-radixark")}
 
 // options are those of a golden folder, with another template if one is named.
 func options(t testing.TB, dir, template string) front.Options {
@@ -636,7 +636,7 @@ func TestEndIDs(t *testing.T) {
 
 // The official template, where its file is at hand.
 func TestOfficialTemplate(t *testing.T) {
-	source := read(t, "../../../shared/data/qwen3.8_chat_template.jinja")
+	source := read(t, filepath.Join(os.Getenv("NINFER_GOLDEN"), "qwen3.8_chat_template.jinja"))
 	f := newFront(t, options(t, folders[0], string(source)))
 	if e := f.Efforts(); fmt.Sprint(e.Accepted) != "[low medium xhigh]" || e.Default != "xhigh" {
 		t.Errorf("efforts %+v", e)

@@ -43,7 +43,7 @@ type folder struct{ name, path string }
 
 var (
 	micro = folder{"micro", filepath.Join(root, "testdata/micro-radixark")}
-	mini  = folder{"mini", filepath.Join(root, "../shared/golden/mini-radixark")}
+	mini  = folder{"mini", filepath.Join(os.Getenv("NINFER_GOLDEN"), "mini-radixark")}
 )
 
 // conversation is a recorded case with messages.

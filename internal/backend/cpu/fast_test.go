@@ -20,7 +20,7 @@ import (
 )
 
 // The golden folders, seen from here.
-var micro, mini = golden{"../../../testdata/micro-radixark", 480}, golden{"../../../../shared/golden/mini-radixark", 2000}
+var micro, mini = golden{"../../../testdata/micro-radixark", 480}, golden{filepath.Join(os.Getenv("NINFER_GOLDEN"), "mini-radixark"), 2000}
 
 type golden struct {
 	dir string

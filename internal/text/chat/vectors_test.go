@@ -33,7 +33,7 @@ func readFile(t testing.TB, path string) []byte {
 // official is the official template, which is not part of the repository.
 func official(t testing.TB) *Template {
 	t.Helper()
-	tmpl, err := NewTemplate("chat_template.jinja", readFile(t, filepath.Join(root, "..", "shared", "data", "qwen3.8_chat_template.jinja")))
+	tmpl, err := NewTemplate("chat_template.jinja", readFile(t, filepath.Join(os.Getenv("NINFER_GOLDEN"), "qwen3.8_chat_template.jinja")))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -269,7 +269,7 @@ func TestJinja(t *testing.T) {
 func TestGolden(t *testing.T) {
 	dirs := []string{filepath.Join(root, "testdata", "micro-radixark")}
 	for _, name := range []string{"micro-radixark", "micro-swift", "micro-mixed", "mini-radixark"} {
-		dirs = append(dirs, filepath.Join(root, "..", "shared", "golden", name))
+		dirs = append(dirs, filepath.Join(os.Getenv("NINFER_GOLDEN"), name))
 	}
 	for _, dir := range dirs {
 		t.Run(filepath.Base(dir), func(t *testing.T) {

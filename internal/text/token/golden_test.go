@@ -32,12 +32,12 @@ func micro(t testing.TB) *Tokenizer {
 	return loadDir(t, filepath.Join(root, "testdata", "micro-radixark", "checkpoint"))
 }
 
-// goldenDirs are the committed golden folder, always there, and the larger ones
-// that lie beside the repository on some machines.
+// goldenDirs are the committed golden folder, always there, and those that
+// NINFER_GOLDEN has.
 func goldenDirs(t *testing.T, names ...string) map[string]string {
 	dirs := map[string]string{"micro-radixark": filepath.Join(root, "testdata", "micro-radixark")}
 	for _, name := range names {
-		dirs[name] = filepath.Join(root, "..", "shared", "golden", name)
+		dirs[name] = filepath.Join(os.Getenv("NINFER_GOLDEN"), name)
 	}
 	return dirs
 }
