@@ -232,7 +232,7 @@ func TestGoldenLogits(t *testing.T) {
 	t.Parallel()
 	for _, tt := range []struct{ folder, profile string }{{"micro-swift", "swift"}, {"micro-mixed", "mixed"}} {
 		t.Run(tt.folder, func(t *testing.T) {
-			dir := shared(t, "golden/"+tt.folder)
+			dir := further(t, tt.folder)
 			o := Options{Profile: tt.profile, Model: filepath.Join(dir, "checkpoint")}
 			if tt.profile == "mixed" {
 				o.PLE = filepath.Join(dir, "ples_int4")

@@ -29,12 +29,12 @@ const (
 	mixedOutput = "qwen3_8_flash_next_mixed.ninfer"
 )
 
-// shared is a folder beside the repository that a fresh clone does not have.
-func shared(t *testing.T, path string) string {
+// further is a golden folder that a fresh clone does not have.
+func further(t *testing.T, name string) string {
 	t.Helper()
-	dir := filepath.Join("../../../shared", path)
+	dir := filepath.Join(os.Getenv("NINFER_GOLDEN"), name)
 	if _, err := os.Stat(dir); err != nil {
-		t.Skipf("%s is not here", dir)
+		t.Skipf("NINFER_GOLDEN has no %s", name)
 	}
 	return dir
 }
@@ -201,7 +201,7 @@ func TestGolden(t *testing.T) {
 			o := tt.o
 			dir := filepath.Dir(micro)
 			if tt.folder != filepath.Base(dir) {
-				dir = shared(t, "golden/"+tt.folder)
+				dir = further(t, tt.folder)
 			}
 			o.Model, o.Out = filepath.Join(dir, "checkpoint"), filepath.Join(t.TempDir(), v.OutputName())
 			if v.Profile == arch.Mixed {

@@ -230,7 +230,7 @@ func TestUpgrade(t *testing.T) {
 // TestUpgradeMixed upgrades the version 2 form of the mixed reference model: the result holds the objects that the converter makes
 // of the same checkpoint.
 func TestUpgradeMixed(t *testing.T) {
-	root := shared(t, "golden/micro-mixed")
+	root := further(t, "micro-mixed")
 	model := filepath.Join(root, "checkpoint")
 	_, f := convert(t, Options{Model: model, Out: filepath.Join(t.TempDir(), "qwen3_8_flash_next_mixed.ninfer"), Profile: "mixed", PLE: filepath.Join(root, "ples_int4")})
 	src, err := hf.Open(model)
