@@ -283,30 +283,6 @@ func (c *Context) SyncStream(s Stream) error {
 	return c.hot(fStreamSynchronize, 1)
 }
 
-// Idle says whether s has finished everything.
-func (c *Context) Idle(s Stream) (bool, error) {
-	c.arena.args[0] = uintptr(s)
-	return c.ready(fStreamQuery)
-}
-
-func (c *Context) ready(f int) (bool, error) {
-	switch r := Result(c.d.ld.Call(c.d.fn[f], c.arena.args[:1])); r {
-	case Success:
-		return true, nil
-	case ErrorNotReady:
-		return false, nil
-	default:
-		return false, c.d.check(f, r)
-	}
-}
-
-// WaitEvent makes later work of s wait for e.
-func (c *Context) WaitEvent(s Stream, e Event) error {
-	a := &c.arena.args
-	a[0], a[1], a[2] = uintptr(s), uintptr(e), 0
-	return c.hot(fStreamWaitEvent, 3)
-}
-
 // NewEvent makes an event; timing events can be used with Elapsed, others let a waiting thread sleep.
 func (c *Context) NewEvent(timing bool) (Event, error) {
 	flags := uintptr(1 | 2) // blocking sync, no timing
@@ -330,7 +306,14 @@ func (c *Context) Record(e Event, s Stream) error {
 // Done says whether e has happened.
 func (c *Context) Done(e Event) (bool, error) {
 	c.arena.args[0] = uintptr(e)
-	return c.ready(fEventQuery)
+	switch r := Result(c.d.ld.Call(c.d.fn[fEventQuery], c.arena.args[:1])); r {
+	case Success:
+		return true, nil
+	case ErrorNotReady:
+		return false, nil
+	default:
+		return false, c.d.check(fEventQuery, r)
+	}
 }
 
 // Sync waits for e.

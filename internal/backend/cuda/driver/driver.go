@@ -8,7 +8,7 @@
 // Addresses on the device are Ptr; they are not Go pointers and nothing collects them: what is allocated must be freed, or dies with
 // the process. Host memory the driver reads after a call returns (asynchronous copies) must be pinned memory from AllocHost, never Go
 // memory. Kernel parameters are copied by the driver during the launch call. The calls of a running step (Launch, GraphLaunch, Record,
-// Query, copies) allocate nothing.
+// Done, copies) allocate nothing.
 package driver
 
 import (
@@ -68,8 +68,6 @@ const (
 	fStreamCreate
 	fStreamDestroy
 	fStreamSynchronize
-	fStreamQuery
-	fStreamWaitEvent
 	fEventCreate
 	fEventDestroy
 	fEventRecord
@@ -95,7 +93,7 @@ var names = [nFuncs]string{
 	"cuCtxSynchronize", "cuLibraryLoadData", "cuLibraryUnload", "cuLibraryGetKernel", "cuLibraryGetGlobal", "cuKernelGetFunction", "cuFuncLoad",
 	"cuFuncGetAttribute", "cuFuncSetAttribute", "cuMemGetInfo_v2", "cuMemAlloc_v2", "cuMemFree_v2", "cuMemHostAlloc", "cuMemFreeHost",
 	"cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuMemcpyDtoDAsync_v2", "cuMemsetD8Async", "cuStreamCreate", "cuStreamDestroy_v2",
-	"cuStreamSynchronize", "cuStreamQuery", "cuStreamWaitEvent", "cuEventCreate", "cuEventDestroy_v2", "cuEventRecord", "cuEventQuery",
+	"cuStreamSynchronize", "cuEventCreate", "cuEventDestroy_v2", "cuEventRecord", "cuEventQuery",
 	"cuEventSynchronize", "cuEventElapsedTime", "cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphInstantiateWithFlags",
 	"cuGraphUpload", "cuGraphLaunch", "cuGraphExecDestroy", "cuGraphDestroy", "cuGraphGetNodes", "cuLaunchKernelEx",
 }

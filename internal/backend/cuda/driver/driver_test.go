@@ -250,7 +250,6 @@ func TestHotCallsDoNotAllocate(t *testing.T) {
 			_ = c.GraphLaunch(1, 1)
 			_ = c.Record(1, 1)
 			_, _ = c.Done(1)
-			_ = c.WaitEvent(1, 1)
 			_ = c.ToHost(1, host, 1)
 			_ = c.ToDevice(1, 1, host)
 		})
