@@ -107,8 +107,13 @@ func (c *benchCommand) flags(tests []bench.Test) (modelFlags, error) {
 	for _, t := range tests {
 		need = max(need, t.Tokens())
 	}
-	f.MaxContext = cmp.Or(f.MaxContext, need+2*f.DraftTokens)
-	if f.MaxContext < need {
+	f.MaxContext = cmp.Or(f.MaxContext, min(need+2*f.DraftTokens, mostContext))
+	switch {
+	case need > mostContext:
+		return f, usagef("the largest test needs a context of %d, at most %d are possible", need, mostContext)
+	case f.MaxContext > mostContext:
+		return f, usagef("--max-ctx is %d, need 1 to %d", f.MaxContext, mostContext)
+	case f.MaxContext < need:
 		return f, usagef("--max-ctx is %d, the largest test needs %d", f.MaxContext, need)
 	}
 	return f, f.check(1)

@@ -33,8 +33,11 @@ func (f *modelFlags) open(e *environment, m *model.Model, lanes int) (backend.De
 			f.milestone(e, "running on %s", d.Name())
 			return d, chunk, nil
 		}
-		if f.Device != "" || !device.Absent(err) {
+		if !device.Absent(err) {
 			return nil, 0, err
+		}
+		if f.Device != "" {
+			return nil, 0, hintedError{err, "this needs an NVIDIA GPU; without --device, run and serve go on with the CPU"}
 		}
 		f.milestone(e, "no usable GPU, running on the CPU: %v", err)
 	}

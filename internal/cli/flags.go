@@ -36,11 +36,14 @@ type modelFlags struct {
 	pool           pool  // what open decided
 }
 
+// mostContext is the longest context that can be asked for.
+const mostContext = 262144
+
 // check refuses what is out of range and what this build does not have. lanes is the number of sequences at a time.
 func (f *modelFlags) check(lanes int) error {
 	switch {
-	case f.MaxContext < 1 || f.MaxContext > 262144:
-		return usagef("--max-context is %d, need 1 to 262144", f.MaxContext)
+	case f.MaxContext < 1 || f.MaxContext > mostContext:
+		return usagef("--max-context is %d, need 1 to %d", f.MaxContext, mostContext)
 	case f.PrefillChunk < 128 || f.PrefillChunk%128 != 0:
 		return usagef("--prefill-chunk is %d, need a positive multiple of 128", f.PrefillChunk)
 	case f.KVDtype != "bf16" && f.KVDtype != "fp8":

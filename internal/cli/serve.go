@@ -221,7 +221,7 @@ func (c *serveCommand) Run(e *environment) error {
 	}
 	listener, err := listen(net.JoinHostPort(c.Host, strconv.Itoa(c.Port)))
 	if err != nil {
-		return err
+		return hintedError{err, "--port and --host name another place; --port 0 takes any free port"}
 	}
 	ctx, cancel := c.signals(log)
 	defer cancel()
