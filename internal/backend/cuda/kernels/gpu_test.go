@@ -288,54 +288,75 @@ func TestGemv(t *testing.T) {
 // Ties at BF16 go to the lowest id, ids past the valid ones never win, and the blocks' results merge.
 func TestArgmax(t *testing.T) {
 	withGPU(t, func(g *gpu) {
-		const n, k = 5000, 128
-		rng := rand.New(rand.NewPCG(3, 4))
-		m := randomMatrix(rng, FormatBF16, n, k, false)
-		row := func(dst, src int) { copy(m.codes[2*dst*k:2*(dst+1)*k], m.codes[2*src*k:2*(src+1)*k]) }
-		words, x := activations(rng, MaxRows, k)
-		// the winner of x[0] is copied to two later rows: the lowest must win; a row made of x[1] itself stands beyond the valid ids
-		best := 0
-		top := math.Inf(-1)
-		for i := range n {
-			if v, _ := m.dot(i, x[0]); v > top {
-				best, top = i, v
-			}
-		}
-		row(4321, best)
-		row(123, best)
-		for j := range k {
-			binary.LittleEndian.PutUint16(m.codes[2*(4990*k+j):], bf16(x[1][j]))
-		}
-		m.decoded = nil
-		const valid = 4990
-		for r := 1; r <= *maxRows; r++ {
-			logits := g.Poisoned(4 * n * r)
-			plan, p, err := g.set.Limits.Gemv(FormatBF16, uint32(r), k, []Part{m.part(g, logits, n, 0)}, 1, Tuning{})
-			g.Check(err)
-			bests, out := g.Poisoned(8*r*int(plan.Grid)), g.Poisoned(4*r)
-			p.X, p.XLd, p.Best, p.ValidRows = g.Upload(words), k, bests, valid
-			run(g, plan, &p, true)
-			run(g, Plan{Kernel: BestMerge, Grid: uint32(r)}, &BestParams{Best: bests, Out: out, N: plan.Grid, R: uint32(r)}, true)
-			ids, got := g.Download[uint32](out, r), g.Download[uint16](logits, n*r)
-			for a := range r {
-				want, top := 0, math.Inf(-1)
-				for i := range valid {
-					if v := unbf16(got[a*n+i]); v > top {
-						want, top = i, v
-					}
-				}
-				if int(ids[a]) != want {
-					t.Errorf("R %d row %d: id %d, want %d (logit %g)", r, a, ids[a], want, top)
-				}
-				if exact, abs := m.dot(want, x[a]); math.Abs(top-exact) > math.Abs(exact)/128+1e-5*abs {
-					t.Errorf("R %d row %d: logit %g, want %g", r, a, top, exact)
-				}
-			}
-			if want := min(best, 123); int(ids[0]) != want {
-				t.Errorf("R %d: tie went to %d, want %d", r, ids[0], want)
-			}
+		for _, f := range []Format{FormatBF16, FormatQ4} {
+			argmax(t, g, f, map[Format]int{FormatBF16: 128, FormatQ4: 512}[f])
 		}
 	})
+}
+
+func argmax(t *testing.T, g *gpu, f Format, k int) {
+	t.Helper()
+	const n, valid = 5000, 4990
+	rng := rand.New(rand.NewPCG(3, 4))
+	m := randomMatrix(rng, f, n, k, false)
+	row := func(dst, src int) {
+		for _, b := range [][]byte{m.codes, m.scale} {
+			w := len(b) / n
+			copy(b[dst*w:(dst+1)*w], b[src*w:(src+1)*w])
+		}
+	}
+	words, x := activations(rng, MaxRows, k)
+	// the winner of x[0] is copied to two later rows: the lowest must win; a row like x[1] itself stands beyond the valid ids
+	best := 0
+	top := math.Inf(-1)
+	for i := range valid {
+		if v, _ := m.dot(i, x[0]); v > top {
+			best, top = i, v
+		}
+	}
+	row(4321, best)
+	row(123, best)
+	for j := range k {
+		if f == FormatBF16 {
+			binary.LittleEndian.PutUint16(m.codes[2*(valid*k+j):], bf16(x[1][j]))
+			continue
+		}
+		code := byte(7)
+		if x[1][j] < 0 {
+			code = 9 // -7
+		}
+		at := &m.codes[(valid*k+j)/2]
+		*at = *at&^(15<<(4*(j&1))) | code<<(4*(j&1))
+		binary.LittleEndian.PutUint16(m.scale[2*(valid*k+j)/64&^1:], 0x3c00)
+	}
+	m.decoded = nil
+	for r := 1; r <= *maxRows; r++ {
+		logits := g.Poisoned(4 * n * r)
+		plan, p, err := g.set.Limits.Gemv(f, uint32(r), uint32(k), []Part{m.part(g, logits, n, 0)}, 1, Tuning{})
+		g.Check(err)
+		bests, out := g.Poisoned(8*r*int(plan.Grid)), g.Poisoned(4*r)
+		p.X, p.XLd, p.Best, p.ValidRows = g.Upload(words), uint32(k), bests, valid
+		run(g, plan, &p, true)
+		run(g, Plan{Kernel: BestMerge, Grid: uint32(r)}, &BestParams{Best: bests, Out: out, N: plan.Grid, R: uint32(r)}, true)
+		ids, got := g.Download[uint32](out, r), g.Download[uint16](logits, n*r)
+		for a := range r {
+			want, top := 0, math.Inf(-1)
+			for i := range valid {
+				if v := unbf16(got[a*n+i]); v > top {
+					want, top = i, v
+				}
+			}
+			if int(ids[a]) != want {
+				t.Errorf("format %d, R %d row %d: id %d, want %d (logit %g)", f, r, a, ids[a], want, top)
+			}
+			if exact, abs := m.dot(want, x[a]); math.Abs(top-exact) > math.Abs(exact)/128+1e-5*abs {
+				t.Errorf("format %d, R %d row %d: logit %g, want %g", f, r, a, top, exact)
+			}
+		}
+		if want := min(best, 123); int(ids[0]) != want {
+			t.Errorf("format %d, R %d: tie went to %d, want %d", f, r, ids[0], want)
+		}
+	}
 }
 
 func sigmoid(x float64) float64 { return 1 / (1 + math.Exp(-x)) }
@@ -730,13 +751,20 @@ func TestStreamedRowsAlone(t *testing.T) {
 	withGPU(t, func(g *gpu) {
 		rng := rand.New(rand.NewPCG(23, 24))
 		for _, sh := range []struct{ rows, k int }{{16384, 2560}, {2560, 6144}, {129, 256}} {
-			for _, f := range []Format{FormatBF16, FormatE4M3} {
+			for _, f := range []Format{FormatBF16, FormatE4M3, FormatQ4} {
+				if !f.Streams(uint32(sh.k)) {
+					continue
+				}
 				w, plain := randomMatrix(rng, f, sh.rows, sh.k, false).part(g, 0, 0, 0), randomMatrix(rng, FormatBF16, 48, sh.k, false).part(g, 0, 0, 0)
 				words, _ := activations(rng, MaxRows, sh.k)
 				x := g.Upload(words)
 				product := func(first, r int) []float32 {
 					out := g.Poisoned(4 * (sh.rows + 48) * r)
 					parts := []Part{w, plain}
+					if f == FormatQ4 { // no BF16 beside it
+						parts[1] = w
+						parts[1].Rows = 48
+					}
 					for i := range parts {
 						parts[i].Out, parts[i].OutLd, parts[i].Flags = out+driver.Ptr(4*i*sh.rows), uint32(sh.rows+48), parts[i].Flags|PartOutF32
 					}

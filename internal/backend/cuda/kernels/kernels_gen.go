@@ -40,6 +40,7 @@ const (
 	GemvBf16Deep               // GemvParams
 	GemvE4m3Deep               // GemvParams
 	GemvQ4                     // GemvParams
+	GemvQ4Rows                 // GemvParams
 	BestMerge                  // BestParams
 	GemvNaive                  // NaiveParams
 	Empty                      // EmptyParams
@@ -82,7 +83,8 @@ var table = code.Table[ID]{
 		{Name: "gemv_e4m3_shallow", Source: "stream", Threads: (320)},
 		{Name: "gemv_bf16_deep", Source: "stream", Threads: (320)},
 		{Name: "gemv_e4m3_deep", Source: "stream", Threads: (320)},
-		{Name: "gemv_q4", Source: "stream", Threads: (32*(10) + 32*(2))},
+		{Name: "gemv_q4", Source: "stream", Threads: (256)},
+		{Name: "gemv_q4_rows", Source: "stream", Threads: (256)},
 		{Name: "best_merge", Source: "stream", Threads: 256},
 		{Name: "gemv_naive", Source: "stream", Threads: 256},
 		{Name: "empty", Source: "yard", Threads: 256},

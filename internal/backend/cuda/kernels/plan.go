@@ -19,8 +19,9 @@ const (
 )
 
 const (
-	gemvWarps = 10 // consumer warps of the streaming kernels
-	tileRows  = 16 // rows of a tensor tile
+	// of Q4's streaming kernels in stream.cu: warps, 2 KB copies on their way to each, and where shared memory is short
+	q4Warps, q4Depth, q4RowsDepth, q4Small = 8, 4, 3, 2
+	tileRows                               = 16 // rows of a tensor tile
 	// MaxRows is how many activation rows one launch takes; more are looped over.
 	MaxRows = 8
 )
@@ -46,7 +47,7 @@ func (f Format) Streams(k uint32) bool {
 
 // Tuning overrides a plan's choices; zero fields keep them.
 type Tuning struct {
-	Stages  uint32 // of Q4's ring
+	Stages  uint32 // of ExpertUp: tiles on their way
 	Blocks  uint32
 	Window  uint32 // rows summed up at a time
 	Variant Variant
@@ -120,18 +121,23 @@ func (l Limits) gemv(f Format, r, k uint32, parts []Part, bf16From int, t Tuning
 		p.Window = t.Window
 	}
 	if f == FormatQ4 {
-		p.Piece = row
-		stage := tileRows * (p.Piece + 32 + k/32)
-		fixed := 256 + 32 + 2*gemvWarps*r*tileRows*4 + r*(2*k+32) + 128
-		limit := l.SharedPerBlock // one block an SM, as for Deep
-		p.Stages = t.Stages
-		if p.Stages == 0 {
-			p.Stages = min(16, (limit-min(limit, fixed))/stage)
+		depth := uint32(q4Depth)
+		if t.Blocks = 2 * l.SMs; r > MaxRows/2 { // more rows than a pass takes
+			plan.Kernel, depth = GemvQ4Rows, q4RowsDepth
 		}
-		if p.Stages < 2 || fixed+p.Stages*stage > l.SharedPerBlock {
+		shared := func() uint32 {
+			p.Stages, p.Piece = depth, 2+(depth-1)/(k/256)
+			return r*(2*k+64) + r*k/16 + 640 + q4Warps*(depth*2048+p.Piece*(16+k/2))
+		}
+		if t.Blocks != 0 && shared() > l.Half() {
+			t.Blocks = 0
+		}
+		if shared() > l.SharedPerBlock {
+			depth = q4Small
+		}
+		if plan.Shared = shared(); plan.Shared > l.SharedPerBlock {
 			return plan, p, fmt.Errorf("cuda: no streaming plan for %d rows of %d: %d bytes of shared memory", r, k, l.SharedPerBlock)
 		}
-		plan.Shared = fixed + p.Stages*stage
 	} else {
 		plan.Shared = 2*v.warps*r*p.Window*4 + r*(2*k+64) + 128 + v.warps*v.depth*1024
 		if plan.Shared > l.SharedPerBlock && t.Variant != Small {

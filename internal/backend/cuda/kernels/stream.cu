@@ -7,10 +7,10 @@
 // Plan of a block (BF16, E4M3): a block owns a contiguous slab of rows (shares differ by at most one row). Each warp owns a run of k in
 // all rows and streams it through a FIFO of 1 KB asynchronous copies that are private to a lane, filled before the dependency wait:
 // no barrier while streaming. Weights are the A operand of m16n8k16, the activation rows its columns; the warps' sums are added in warp
-// order once a window of rows: no atomics, the same bits at every launch. Q4 keeps a ring of stages filled by bulk copies.
+// order once a window of rows: no atomics, the same bits at every launch. Q4: each warp owns rows, with all of k.
 //
 // Measured on one H200, R = 1, in-chain, share of the same run's read stream (4.62 TB/s), 16 / 8-bit: gdn_in 0.92 / 0.78, gdn_out
-// 0.78 / 0.63, qsa_in 0.89 / 0.73, head 0.95 / 0.91; proposal head (Q4) 0.49. The way there: docs/ladders.md.
+// 0.78 / 0.63, qsa_in 0.89 / 0.73, head 0.95 / 0.91; proposal head (Q4) 0.80. The way there: docs/ladders.md.
 #include "common.cuh"
 #include "params.h"
 
@@ -19,11 +19,7 @@ extern __shared__ __align__(128) uint8_t smem[];
 enum { FORMAT_BF16 = 0, FORMAT_E4M3 = 1, FORMAT_Q4 = 2 };
 enum { PART_OUT_F32 = 1, PART_SCALE_F32 = 2 };
 
-static constexpr int kWarps = 10;              // consumer warps: rows of 2,560 split evenly into whole 128-byte lines
-static constexpr int kProducers = 2;           // producer warps: issuing a bulk copy takes one about 40 ns
-static constexpr int kThreads = 32 * kWarps + 32 * kProducers;
 static constexpr int kTileRows = 16;
-static constexpr int kMaxStages = 16;
 
 // Bytes of a row that the four lanes of a row take at once, and the k positions in them.
 template <int F>
@@ -35,63 +31,6 @@ struct Format<FORMAT_BF16> {
 template <>
 struct Format<FORMAT_E4M3> {
   static constexpr int chunk = 64, ks = 64;
-};
-template <>
-struct Format<FORMAT_Q4> {
-  static constexpr int chunk = 32, ks = 64;
-};
-
-// One chunk of 16 rows, loaded from shared memory first and multiplied later, so that two chunks' loads are on their way together.
-template <int F>
-struct Chunk {
-  uint4 x0, x1, u, v;  // activations; this lane's bytes of rows g and g + 8
-  float s0, s1;        // group scales (Q4)
-
-  NINFER_DEVICE void load(uint32_t a0, uint32_t a1, uint32_t b, bool live, uint32_t q0, uint32_t q1) {
-    if constexpr (F == FORMAT_Q4) {
-      uint2 lo = lds64(a0), hi = lds64(a1);
-      u.x = lo.x, u.y = lo.y, v.x = hi.x, v.y = hi.y;
-      s0 = __half2float(__ushort_as_half((uint16_t)lds16(q0)));
-      s1 = __half2float(__ushort_as_half((uint16_t)lds16(q1)));
-    } else {
-      u = lds128(a0), v = lds128(a1);
-    }
-    x0 = x1 = make_uint4(0, 0, 0, 0);
-    if (live) {
-      x0 = lds128(b);
-      if constexpr (F != FORMAT_BF16) x1 = lds128(b + 16);
-    }
-  }
-
-  NINFER_DEVICE void multiply(float (*acc)[4]) const {
-    if constexpr (F == FORMAT_BF16) {
-      mma_bf16(acc[0], u.x, v.x, u.y, v.y, x0.x, x0.y);
-      mma_bf16(acc[1], u.z, v.z, u.w, v.w, x0.z, x0.w);
-    } else if constexpr (F == FORMAT_E4M3) {
-      uint32_t ul, uh, vl, vh;
-      e4m3x4_f16(u.x, ul, uh), e4m3x4_f16(v.x, vl, vh);
-      mma_f16(acc[0], ul, vl, uh, vh, x0.x, x0.y);
-      e4m3x4_f16(u.y, ul, uh), e4m3x4_f16(v.y, vl, vh);
-      mma_f16(acc[1], ul, vl, uh, vh, x0.z, x0.w);
-      e4m3x4_f16(u.z, ul, uh), e4m3x4_f16(v.z, vl, vh);
-      mma_f16(acc[0], ul, vl, uh, vh, x1.x, x1.y);
-      e4m3x4_f16(u.w, ul, uh), e4m3x4_f16(v.w, vl, vh);
-      mma_f16(acc[1], ul, vl, uh, vh, x1.z, x1.w);
-    } else {
-      uint32_t l[4], h[4];
-      float part[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
-      s4x8_bf16(u.x, l), s4x8_bf16(v.x, h);
-      mma_bf16(part[0], l[0], h[0], l[1], h[1], x0.x, x0.y);
-      mma_bf16(part[0], l[2], h[2], l[3], h[3], x0.z, x0.w);
-      s4x8_bf16(u.y, l), s4x8_bf16(v.y, h);
-      mma_bf16(part[1], l[0], h[0], l[1], h[1], x1.x, x1.y);
-      mma_bf16(part[1], l[2], h[2], l[3], h[3], x1.z, x1.w);
-      acc[0][0] = fmaf(s0, part[0][0] + part[1][0], acc[0][0]);
-      acc[0][1] = fmaf(s0, part[0][1] + part[1][1], acc[0][1]);
-      acc[0][2] = fmaf(s1, part[0][2] + part[1][2], acc[0][2]);
-      acc[0][3] = fmaf(s1, part[0][3] + part[1][3], acc[0][3]);
-    }
-  }
 };
 
 // Walks a slab [row, end) of the concatenated rows of parts: tiles of at most `tile` rows inside one part.
@@ -331,212 +270,257 @@ NINFER_DEVICE void run_slab(const GemvParams& p, uint32_t part0, uint32_t part1,
   }
 }
 
-// Q4: a ring of stages filled by bulk copies, because a row's group scales have to travel with its codes.
-template <int F>
-NINFER_DEVICE void run_ring(const GemvParams& p, uint32_t part0, uint32_t part1, uint32_t block, uint32_t blocks) {
-  constexpr int chunk = Format<F>::chunk, ks = Format<F>::ks;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const uint32_t row_bytes = p.k / ks * chunk, pieces = row_bytes / p.piece, pitch = p.piece + (F == FORMAT_Q4 ? 32 : 64);
-  const uint32_t x_pitch = p.k * 2 + 32;
-  const uint32_t scale_pitch = F == FORMAT_Q4 ? p.k / 64 * 2 : 0;  // a row's group scales travel in the same stage
+// Eight signed 4-bit codes to four FP16 pairs (k+i, k+4+i): code xor 8 times 2^-24, of odd pairs 16 times that.
+NINFER_DEVICE void s4x8_f16(uint32_t w, uint32_t* out) {
+  // and, then exclusive or, in one instruction
+  auto place = [](uint32_t v, uint32_t mask, uint32_t eight) {
+    uint32_t r;
+    asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(r) : "r"(v), "r"(mask), "r"(eight));
+    return r;
+  };
+  const uint32_t far = w >> 8;
+  out[0] = place(w, 0x000f000fu, 0x00080008u), out[1] = place(w, 0x00f000f0u, 0x00800080u);
+  out[2] = place(far, 0x000f000fu, 0x00080008u), out[3] = place(far, 0x00f000f0u, 0x00800080u);
+}
 
-  // shared memory: barriers (2 x 16 x 8), rows' largest magnitudes, partial sums (2 buffers), activations, ring
-  uint32_t base = smem_addr(smem);
-  uint32_t full = base, empty = base + 8 * kMaxStages;
-  uint32_t* magnitude = (uint32_t*)(smem + 16 * kMaxStages);  // [8]
-  float* sums = (float*)(smem + 16 * kMaxStages + 32);
-  const uint32_t sum_stride = kWarps * p.r * kTileRows;
-  uint32_t xs = base + 16 * kMaxStages + 32 + 2 * sum_stride * 4;
-  uint32_t ring = (xs + p.r * x_pitch + 127) & ~127u;
-  const uint32_t stage_bytes = kTileRows * (pitch + scale_pitch);
+// Q4. A warp has rows of its own, in tiles of at most 16, and all of their codes pass through the FIFO, whose copies are private to a lane and hold two
+// chunks of 128 codes. A tile's scales lie together and come in one piece beside its first codes; sixteen bytes before them say which tile it is.
+//
+// A code xor 8 in the lowest bits of an FP16 number, or four bits further up, is a subnormal: its value times 2^-24, or 16 times that, which activations
+// make up for. No magic numbers, so what is too much, eight for each code, is hardly more than the codes themselves: the products begin with minus eight
+// times the sum of the group's activations. Lanes 0 and 1 of a row have one group of a chunk, 2 and 3 the other, and each group has a column
+// of its own for each activation row, so that a scale multiplies a sum of 64 products; a pass has four activation rows, kPasses of them are made.
+template <int kWarps, int kDepth, int kPasses>
+NINFER_DEVICE void run_groups(const GemvParams& p, uint32_t block, uint32_t blocks) {
+  constexpr int kRow = 128, kCodes = 256;  // bytes and codes of a row in one copy
+  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const uint32_t scale_bytes = p.k / 32, x_pitch = p.k * 2 + 64, runs = p.k / kCodes;
 
-  uint32_t total = 0, first_base = 0;
-  for (uint32_t i = part0; i < part1; i++) total += p.part[i].rows;
-  for (uint32_t i = 0; i < part0; i++) first_base += p.part[i].rows;
-  TileWalk walk;
-  walk.row = share_start(total, blocks, block);
-  walk.end = share_start(total, blocks, block + 1);
-  walk.part = part0, walk.base = 0, walk.stop = 0;
-  uint32_t slab = walk.end - walk.row;
-  walk.tile = slab ? ceil_div(slab, ceil_div(slab, kTileRows)) : kTileRows;
+  // shared memory: activations [R][x_pitch], first values [R][k / 64], largest magnitudes [8][16], FIFO [warp][depth][2][2][lane][16], and of p.piece
+  // tiles a warp what they are and their scales
+  const uint32_t xs = smem_addr(smem), begin = xs + p.r * x_pitch, largest = begin + p.r * (p.k / 16);
+  const uint32_t fifos = (largest + 8 * 16 * 4 + 127) & ~127u, fifo = fifos + warp * (kDepth * 2048) + lane * 16;
+  const uint32_t tile_bytes = 16 + kTileRows * scale_bytes, tiles = fifos + kWarps * kDepth * 2048 + warp * p.piece * tile_bytes;
 
-  STAMP_BEGIN(F)
-  if (threadIdx.x == 0) {
-    for (uint32_t s = 0; s < p.stages; s++) mbar_init(full + 8 * s, 1), mbar_init(empty + 8 * s, kWarps);
-    mbar_fence_init();
-  }
-  if (threadIdx.x < 8) magnitude[threadIdx.x] = 0;
-  __syncthreads();
+  STAMP_BEGIN(FORMAT_Q4)
+  uint32_t total = 0;
+  for (uint32_t i = 0; i < p.parts; i++) total += p.part[i].rows;
+  TileWalk ahead;
+  ahead.row = share_start(total, blocks * kWarps, block * kWarps + warp);
+  ahead.end = share_start(total, blocks * kWarps, block * kWarps + warp + 1);
+  ahead.part = 0, ahead.base = 0, ahead.stop = 0;
+  const uint32_t slab = ahead.end - ahead.row;
+  ahead.tile = slab ? ceil_div(slab, ceil_div(slab, kTileRows)) : kTileRows;
+
   if (p.trigger == 0) pdl_trigger();
 
-  if (warp >= kWarps) {  // producers: each copies its share of a stage's rows
-    constexpr uint32_t share = kTileRows / kProducers;
-    const uint64_t policy = policy_evict_first();
-    const uint32_t row = (warp - kWarps) * share + lane;
-    uint32_t s = 0, phase = 1, first, n;
-    while (walk.next(p, first, n)) {
-      const uint8_t* src = (const uint8_t*)p.part[walk.part].w + (uint64_t)(first + row) * row_bytes;
-      for (uint32_t j = 0; j < pieces; j++) {
-        mbar_wait(empty + 8 * s, phase);
-        // copies may complete before the expectation is posted: the phase still waits for its one arrival
-        if (row == 0) mbar_expect(full + 8 * s, n * (p.piece + scale_pitch));
-        if (lane < share && row < n) {
-          bulk_load(ring + s * stage_bytes + row * pitch, src + j * p.piece, p.piece, full + 8 * s, policy);
-          if (F == FORMAT_Q4)
-            bulk_load(ring + s * stage_bytes + kTileRows * pitch + row * scale_pitch,
-                      (const uint8_t*)p.part[walk.part].scale + (uint64_t)(first + row) * scale_pitch, scale_pitch, full + 8 * s,
-                      policy);
-        }
-        if (++s == p.stages) s = 0, phase ^= 1;
-      }
+  const uint64_t policy = policy_evict_first();
+  const uint8_t* src = nullptr;
+  uint32_t ahead_run = runs, ahead_n = 0, ahead_tile = tiles;
+  auto copy_next = [&](uint32_t dst) {
+    if (ahead_run == runs) {
+      uint32_t first = 0;
+      const uint32_t row = ahead.row;
+      ahead_run = 0;
+      if (ahead.row >= ahead.end || !ahead.next(p, first, ahead_n)) ahead_n = 0;
+      src = (const uint8_t*)p.part[ahead.part].w + (uint64_t)(first + g) * (p.k / 2) + t * 16;
+      const uint8_t* from = (const uint8_t*)p.part[ahead.part].scale + (uint64_t)first * scale_bytes;
+      for (uint32_t i = lane * 16; i < ahead_n * scale_bytes; i += 512) copy16(ahead_tile + 16 + i, from + i, policy);
+      if (lane == 0) sts128(ahead_tile, make_uint4(row, ahead_n, ahead.part, first));
+      ahead_tile += tile_bytes;
+      if (ahead_tile == tiles + p.piece * tile_bytes) ahead_tile = tiles;
     }
-    pdl_wait();
-    if (p.trigger) pdl_trigger();
-    return;
-  }
-
-  // Thread = column * 16 + row in the epilogue. Row scales are weights and far away: asked for one tile ahead, the first
-  // before the wait.
-  const uint32_t col = threadIdx.x / kTileRows, trow = threadIdx.x % kTileRows;
-  uint32_t first, n;
-  TileWalk ahead = walk;
-  auto scale_ahead = [&]() -> float {
-    uint32_t f, m;
-    if (F != FORMAT_E4M3 || col >= p.r || !ahead.next(p, f, m) || trow >= m) return 1.0f;
-    const Part& part = p.part[ahead.part];
-    if (part.flags & PART_SCALE_F32) return __ldg((const float*)part.scale + f + trow);
-    return __uint_as_float((uint32_t)__ldg((const uint16_t*)part.scale + f + trow) << 16);
+    if (g < ahead_n) copy16(dst, src, policy), copy16(dst + 1024, src + 64, policy);
+    if (g + 8 < ahead_n) {
+      const uint8_t* far = src + 4 * (uint64_t)p.k;
+      copy16(dst + 512, far, policy), copy16(dst + 1536, far + 64, policy);
+    }
+    copy_commit();
+    src += kRow, ++ahead_run;
   };
-  float next_scale = scale_ahead();
+#pragma unroll 1
+  for (int i = 0; i < kDepth; i++) copy_next(fifo + i * 2048);
 
   STAMP(1)
   pdl_wait();
   STAMP(2)
-  if (p.trigger) pdl_trigger();
+  if (p.trigger == 1) pdl_trigger();
 
-  // E4M3 weights become FP16, so the activations must: each row is scaled by a power of two, exactly, that brings its largest
-  // magnitude near 2^15. First pass stores what came and finds the largest, second converts in place.
-  const uint32_t units = p.k / 8, all_units = units * p.r;
-  for (uint32_t i = threadIdx.x; i < ((all_units + 31) & ~31u); i += 2 * 32 * kWarps) {
-    uint4 v[2];
-    uint32_t row[2];
+  // Activations in FP16, each row scaled by a power of two that brings its largest magnitude near 2^15. Eight values are a unit: of a lane's four units
+  // of a chunk the first of all lanes come first. A warp does the runs that are its own by number, four rows at a time.
+  const uint32_t unit = lane / 16 * 256 + lane % 4 * 64 + lane / 4 % 4 * 16;
+#pragma unroll 1
+  for (uint32_t r = 0; r < p.r; r += 4) {
+    uint32_t m[4] = {};
+#pragma unroll 1
+    for (uint32_t c = warp; c < runs; c += kWarps) {
+      uint4 v[4];
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
-      uint32_t c = i + j * 32 * kWarps;
-      row[j] = c / units;
-      v[j] = make_uint4(0, 0, 0, 0);
-      if (c < all_units) v[j] = ldg_l2(p.x + (uint64_t)row[j] * p.x_ld + (c - row[j] * units) * 8);
+      for (int i = 0; i < 4; i++)
+        if (r + i < p.r) v[i] = ldg_l2(p.x + (uint64_t)(r + i) * p.x_ld + c * kCodes + lane * 8);
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        if (r + i < p.r) {
+          m[i] = max(m[i], magnitude8(v[i]));
+          sts128(xs + (r + i) * x_pitch + c * (kCodes * 2) + unit, order_pairs_by4(v[i]));
+        }
     }
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
-      uint32_t c = i + j * 32 * kWarps;
-      if (F == FORMAT_Q4) v[j] = order_pairs_by4(v[j]);
-      if (c < all_units) sts128(xs + row[j] * x_pitch + (c - row[j] * units) * 16, v[j]);
-      if (F == FORMAT_E4M3) {
-        uint32_t m = magnitude8(v[j]);
-        if (__all_sync(~0u, row[j] == __shfl_sync(~0u, row[j], 0))) {
-          m = __reduce_max_sync(~0u, m);
-          if (lane == 0 && c < all_units) atomicMax(&magnitude[row[j]], m);
-        } else if (c < all_units) {
-          atomicMax(&magnitude[row[j]], m);
+    for (int i = 0; i < 4; i++) {
+      const uint32_t most = __reduce_max_sync(~0u, m[i]);
+      if (lane == 0) ((uint32_t*)smem)[(largest - xs) / 4 + (r + i) * 16 + warp] = most;
+    }
+  }
+  __syncthreads();
+  float undo[kPasses];
+#pragma unroll
+  for (int i = 0; i < kPasses; i++) undo[i] = 0.0f;
+#pragma unroll 1
+  for (uint32_t r = 0; r < p.r; r++) {
+    const int shift = f16_shift(__reduce_max_sync(~0u, lane < kWarps ? lds32(largest + (r * 16 + lane) * 4) : 0u));
+    const float f = power_of_two(shift);
+#pragma unroll
+    for (int i = 0; i < kPasses; i++)
+      if (r == t + 4 * i) undo[i] = power_of_two(24 - shift);
+#pragma unroll 1
+    for (uint32_t c = warp; c < runs; c += kWarps) {
+      const uint32_t at = xs + r * x_pitch + c * (kCodes * 2) + unit;
+      uint4 w = lds128(at);
+      w.x = bf16_to_f16(w.x, f), w.z = bf16_to_f16(w.z, f);
+      w.y = bf16_to_f16(w.y, f * 0.0625f), w.w = bf16_to_f16(w.w, f * 0.0625f);
+      sts128(at, w);
+    }
+  }
+  __syncwarp();
+  if (p.trigger == 2) pdl_trigger();
+
+  // This lane's column: activation row g / 2 of a pass, if the lane's group is the column's.
+  bool live[kPasses];
+  uint32_t xlane[kPasses], first_value[kPasses];
+#pragma unroll
+  for (int i = 0; i < kPasses; i++) {
+    const uint32_t row = g / 2 + 4 * i;
+    live[i] = row < p.r && t / 2 == g % 2;
+    xlane[i] = xs + row * x_pitch + t * 16;
+    first_value[i] = begin + min(t + 4 * i, p.r - 1) * (p.k / 16);
+  }
+  // The products of a chunk, whose number c is; codes come as they are stored. Two sums shorten the chain.
+  auto multiply = [&](float (*acc)[2][4], uint4 u, uint4 v, uint32_t c) {
+    const uint32_t a[4] = {u.x, u.y, u.z, u.w}, b[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      uint32_t lo[4], hi[4];
+      s4x8_f16(a[j], lo), s4x8_f16(b[j], hi);
+#pragma unroll
+      for (int i = 0; i < kPasses; i++) {
+        uint4 x = make_uint4(0, 0, 0, 0);
+        if (live[i]) x = lds128(xlane[i] + c * 256 + j * 64);
+        mma_f16(acc[i][0], lo[0], hi[0], lo[1], hi[1], x.x, x.y);
+        mma_f16(acc[i][1], lo[2], hi[2], lo[3], hi[3], x.z, x.w);
+      }
+    }
+  };
+  const uint4 zero = make_uint4(0, 0, 0, 0);  // code 0 is stored as 8
+#pragma unroll 1
+  for (uint32_t c = warp; c < runs; c += kWarps)
+#pragma unroll 1
+    for (uint32_t d = 2 * c; d < 2 * c + 2; d++) {
+      float acc[kPasses][2][4] = {};
+      multiply(acc, zero, zero, d);
+#pragma unroll
+      for (int i = 0; i < kPasses; i++)
+        if (g == 0 && t + 4 * i < p.r)
+          sts64(first_value[i] + d * 8, make_uint2(__float_as_uint(-acc[i][0][0] - acc[i][1][0]), __float_as_uint(-acc[i][0][1] - acc[i][1][1])));
+    }
+  __syncthreads();
+  STAMP(3)
+
+  uint64_t best[kPasses];
+#pragma unroll
+  for (int i = 0; i < kPasses; i++) best[i] = 0;
+  uint32_t at = fifo, tile = tiles;
+  while (true) {
+    copy_wait<kDepth - 1>();
+    __syncwarp();  // what lies beside the codes was copied by other lanes too
+    if (lds32(tile + 4) == 0) break;
+    float sum[kPasses][2] = {};
+    uint32_t scales = tile + 16 + g * scale_bytes;
+#pragma unroll 1
+    for (uint32_t c = 0; c < 2 * runs; c += 2) {
+      uint4 u[2], v[2];
+      float acc[2][kPasses][2][4];
+      if (c) copy_wait<kDepth - 1>();
+#pragma unroll
+      for (int d = 0; d < 2; d++) u[d] = lds128(at + d * 1024), v[d] = lds128(at + d * 1024 + 512);
+      const uint2 s0 = lds64(scales), s1 = lds64(scales + 8 * scale_bytes);
+      scales += 8;
+#pragma unroll
+      for (int d = 0; d < 2; d++)
+#pragma unroll
+        for (int i = 0; i < kPasses; i++) {
+          const uint2 b = lds64(first_value[i] + (c + d) * 8);
+          acc[d][i][0][0] = acc[d][i][0][2] = __uint_as_float(b.x), acc[d][i][0][1] = acc[d][i][0][3] = __uint_as_float(b.y);
+          acc[d][i][1][0] = acc[d][i][1][1] = acc[d][i][1][2] = acc[d][i][1][3] = 0.0f;
+        }
+      copy_next(at);
+      at += 2048;
+      if (at == fifo + kDepth * 2048) at = fifo;
+#pragma unroll
+      for (int d = 0; d < 2; d++) multiply(acc[d], u[d], v[d], c + d);
+#pragma unroll
+      for (int d = 0; d < 2; d++) {
+        const uint32_t h0 = d ? s0.y : s0.x, h1 = d ? s1.y : s1.x;
+        const float2 f0 = __half22float2(*(const __half2*)&h0), f1 = __half22float2(*(const __half2*)&h1);
+#pragma unroll
+        for (int i = 0; i < kPasses; i++) {
+          const float(*a)[4] = acc[d][i];
+          sum[i][0] = fmaf(f0.y, a[0][1] + a[1][1], fmaf(f0.x, a[0][0] + a[1][0], sum[i][0]));
+          sum[i][1] = fmaf(f1.y, a[0][3] + a[1][3], fmaf(f1.x, a[0][2] + a[1][2], sum[i][1]));
+        }
+      }
+    }
+    const uint4 what = lds128(tile);
+    tile += tile_bytes;
+    if (tile == tiles + p.piece * tile_bytes) tile = tiles;
+    const Part& part = p.part[what.z];
+#pragma unroll
+    for (int i = 0; i < kPasses; i++) {
+      const uint32_t col = t + 4 * i;
+      if (col >= p.r) continue;
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const uint32_t row = g + 8 * j;
+        if (row >= what.y) continue;
+        const float v = sum[i][j] * undo[i];
+        if (part.out) {
+          const uint64_t o = (uint64_t)col * part.out_ld + what.w + row;
+          if (part.flags & PART_OUT_F32)
+            ((float*)part.out)[o] = v;
+          else
+            ((bf16*)part.out)[o] = __float2bfloat16_rn(v);
+        }
+        if (p.best && what.x + row < p.valid_rows) {
+          const uint64_t key = (uint64_t)float_key(__bfloat162float(__float2bfloat16_rn(v))) << 32 | (0xffffffffu - (what.x + row));
+          if (key > best[i]) best[i] = key;
         }
       }
     }
   }
-  float x_undo = 1.0f;
-  if (F == FORMAT_E4M3) {
-    named_sync(1, 32 * kWarps);
-    for (uint32_t c = threadIdx.x; c < all_units; c += 32 * kWarps) {
-      const uint32_t row = c / units, at = xs + row * x_pitch + (c - row * units) * 16;
-      const float f = power_of_two(f16_shift(magnitude[row]));
-      uint4 v = lds128(at);
-      v.x = bf16_to_f16(v.x, f), v.y = bf16_to_f16(v.y, f), v.z = bf16_to_f16(v.z, f), v.w = bf16_to_f16(v.w, f);
-      sts128(at, v);
-    }
-    if (col < p.r) x_undo = power_of_two(-f16_shift(magnitude[col]));
+  STAMP(4)
+  if (!p.best) return;
+  uint64_t* keys = (uint64_t*)smem;
+  __syncthreads();  // the activations have been read
+#pragma unroll
+  for (int i = 0; i < kPasses; i++) {
+#pragma unroll
+    for (int o = 4; o < 32; o *= 2) best[i] = max((unsigned long long)best[i], __shfl_xor_sync(~0u, (unsigned long long)best[i], o));
+    if (g == 0 && t + 4 * i < p.r) keys[(t + 4 * i) * kWarps + warp] = best[i];
   }
-  named_sync(1, 32 * kWarps);
-  STAMP(3)
-
-  const bool live = g < p.r;
-  const uint32_t xlane = xs + g * x_pitch + t * (ks / 2);
-  const uint32_t chunks = p.piece / chunk;
-  uint64_t best = 0;
-  const bool reducer = warp * 32 < (int)(kTileRows * p.r);  // the first warps; the others only leave their sums and go on
-  uint32_t s = 0, phase = 0, buffer = 0, done = 0, row0 = first_base + walk.row;
-  while (walk.next(p, first, n)) {
-    const Part& part = p.part[walk.part];
-    const float scale = next_scale;
-    next_scale = scale_ahead();
-    float acc[2][4] = {};
-    uint32_t kchunk = 0;
-    for (uint32_t j = 0; j < pieces; j++) {
-      uint32_t at = ring + s * stage_bytes + g * pitch + t * (chunk / 4);
-      mbar_wait(full + 8 * s, phase);
-      const uint32_t q0 = ring + s * stage_bytes + kTileRows * pitch + g * scale_pitch, q1 = q0 + 8 * scale_pitch;
-      auto load = [&](Chunk<F>& k, uint32_t c) {
-        k.load(at + c * chunk, at + c * chunk + 8 * pitch, xlane + (kchunk + c) * (ks * 2), live, q0 + c * 2, q1 + c * 2);
-      };
-      for (uint32_t c = warp; c < chunks; c += kWarps) {
-        Chunk<F> a;
-        load(a, c);
-        a.multiply(acc);
-      }
-      kchunk += chunks;
-      __syncwarp();
-      if (lane == 0) mbar_arrive(empty + 8 * s);
-      if (++s == p.stages) s = 0, phase ^= 1;
-    }
-    // sums are [warp][column][row], two buffers: full (barriers 2, 3) when all warps have written, free (4, 5) when read
-    if (!reducer && done >= 2) named_sync(4 + buffer, 32 * kWarps);
-    float* mine = sums + buffer * sum_stride + warp * p.r * kTileRows;
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-      if (2 * t + i < (int)p.r) {
-        mine[(2 * t + i) * kTileRows + g] = acc[0][i] + acc[1][i];
-        mine[(2 * t + i) * kTileRows + g + 8] = acc[0][i + 2] + acc[1][i + 2];
-      }
-    if (reducer)
-      named_sync(2 + buffer, 32 * kWarps);
-    else
-      named_arrive(2 + buffer, 32 * kWarps);
-    if (col < p.r && trow < n) {
-      const float* from = sums + buffer * sum_stride + threadIdx.x;
-      float v = 0;
-#pragma unroll
-      for (int w = 0; w < kWarps; w++) v += from[w * p.r * kTileRows];
-      if (F == FORMAT_E4M3) v *= x_undo * scale;
-      if (part.out) {
-        uint64_t o = (uint64_t)col * part.out_ld + first + trow;
-        if (part.flags & PART_OUT_F32)
-          ((float*)part.out)[o] = v;
-        else
-          ((bf16*)part.out)[o] = __float2bfloat16_rn(v);
-      }
-      if (p.best && row0 + trow < p.valid_rows) {
-        uint64_t key = (uint64_t)float_key(__bfloat162float(__float2bfloat16_rn(v))) << 32 | (0xffffffffu - (row0 + trow));
-        if (key > best) best = key;
-      }
-    }
-    if (reducer) named_arrive(4 + buffer, 32 * kWarps);
-    row0 += n;
-    buffer ^= 1;
-    ++done;
-    if (done == 1) {
-      STAMP(4)
-    }
-    if (done == 2) {
-      STAMP(5)
-    }
-  }
-  STAMP(6)
-  if (p.best) {
-#pragma unroll
-    for (int o = 8; o; o >>= 1) {
-      uint64_t other = __shfl_xor_sync(~0u, best, o);
-      if (other > best) best = other;
-    }
-    if (trow == 0 && col < p.r) p.best[col * gridDim.x + blockIdx.x] = best;
+  __syncthreads();
+  if (threadIdx.x < p.r) {
+    uint64_t most = 0;
+    for (uint32_t i = 0; i < kWarps; i++) most = max((unsigned long long)most, (unsigned long long)keys[threadIdx.x * kWarps + i]);
+    p.best[threadIdx.x * gridDim.x + blockIdx.x] = most;
   }
 }
 
@@ -591,7 +575,22 @@ NINFER_KERNEL(gemv_e4m3_deep, GemvParams, kThreads10, 1) {
     run_slab<FORMAT_BF16, 10, 18>(p, p.first_parts, p.parts, blockIdx.x - p.first_blocks, gridDim.x - p.first_blocks);
 }
 
-NINFER_KERNEL(gemv_q4, GemvParams, kThreads, 2) { run_ring<FORMAT_Q4>(p, 0, p.parts, blockIdx.x, gridDim.x); }
+static constexpr int kThreadsQ4 = 256;
+static constexpr int kThreadsQ4Rows = 256;
+// p.stages is the depth: 2 is for little shared memory. More than four activation rows cost a second pass.
+NINFER_KERNEL(gemv_q4, GemvParams, kThreadsQ4, 2) {
+  if (p.stages == 2)
+    run_groups<8, 2, 1>(p, blockIdx.x, gridDim.x);
+  else
+    run_groups<8, 4, 1>(p, blockIdx.x, gridDim.x);
+}
+
+NINFER_KERNEL(gemv_q4_rows, GemvParams, kThreadsQ4Rows, 2) {
+  if (p.stages == 2)
+    run_groups<8, 2, 2>(p, blockIdx.x, gridDim.x);
+  else
+    run_groups<8, 3, 2>(p, blockIdx.x, gridDim.x);
+}
 
 // Largest key of each row; the row with it is the smallest of equals, because keys hold the row's complement.
 NINFER_KERNEL(best_merge, BestParams, 256, 2) {
