@@ -30,7 +30,7 @@ func wide(o device.Options) device.Options {
 
 // wideBackend is the device with prompts of one lane on the kernels for many rows. There the normalised streams are stored in BF16 as an operand, which the
 // oracle does not do: an element that dominates a row of the suite, which has outliers in rows of 256, is rounded twice, by 2^-9 each time, and what an
-// operation makes of such a row is off by as much again. kernels.md 16 allows a chunked delta rule 5e-3.
+// operation makes of such a row is off by as much again; a delta rule in chunks by up to 5e-3.
 func wideBackend(kv backend.Cache, half bool) optest.Backend {
 	b := tuned()
 	b.Exact = false
