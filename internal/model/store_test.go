@@ -138,7 +138,7 @@ func TestWarmTable(t *testing.T) {
 func TestTableAdvice(t *testing.T) {
 	advised := func(f *artifact.File) bool {
 		maps, err := os.ReadFile("/proc/self/smaps")
-		if err != nil {
+		if err != nil || !strings.Contains(string(maps), "VmFlags:") {
 			t.Skip("only Linux tells what was advised")
 		}
 		ours := false
