@@ -1,16 +1,41 @@
-// Package drivertest is a driver with one H200 that computes nothing, for what the host does: which kernels it launches, in which graphs, what
-// that costs it. Device memory is addresses without anything behind them, and what is copied to the host stays as it was.
+// Package drivertest is a driver with one GPU that computes nothing, for what the host does: which kernels it launches, in which graphs, what
+// that costs it, and whether that GPU would take them. Device memory is addresses without anything behind them, and what is copied to the host
+// stays as it was.
 package drivertest
 
 import (
+	"bufio"
 	"encoding/binary"
+	"fmt"
+	"io"
 	"slices"
+	"strings"
 	"unsafe"
 
 	"ninfer/internal/backend/cuda/code"
 	"ninfer/internal/backend/cuda/device/kernels"
 	"ninfer/internal/backend/cuda/driver"
 )
+
+// Card is what a GPU has. Sizes are bytes.
+type Card struct {
+	Major, Minor, SMs           int32
+	SharedPerBlock, SharedPerSM int32
+	L2                          int32
+	Memory                      uint64
+}
+
+// The GPUs that there is machine code for: the data-centre one, and the workstation's, RTX PRO 6000 Blackwell.
+var (
+	H200    = Card{9, 0, 132, 227 << 10, 228 << 10, 50 << 20, 140 << 30}
+	RTX6000 = Card{12, 0, 188, 99 << 10, 100 << 10, 128 << 20, 96 << 30}
+)
+
+// Resources are what one kernel takes.
+type Resources struct {
+	Registers uint32 // of a thread
+	Shared    uint32 // static, bytes of a block
+}
 
 // GPU is a dynlib.Loader. Its kernels do three things only: sizes tells what Layouts say, begin takes a launch's number along, and report
 // brings it back.
@@ -20,12 +45,19 @@ type GPU struct {
 	Launched []string
 	Graphs   int
 
+	card      Card
+	resources map[string]Resources
+	allowed   map[string]uint32 // dynamic shared memory above 48 KB
+	refused   []byte            // why a call failed, for cuGetErrorString
+
 	names   []string // of functions, by handle less 1
 	kernels []string
 	graphs  [][]launch
 	inside  []launch // of the capture that is going on
 	capture bool
-	next    uintptr // device memory
+	next    uintptr // device memory: the next address, what is allocated, and how much of it there is
+	memory  map[uintptr]uint64
+	used    uint64
 	host    [][]byte
 	sizes   map[uintptr][]byte
 	numbers map[driver.Ptr]uint32 // of launches, by control block
@@ -36,11 +68,57 @@ type launch struct {
 	params []byte
 }
 
-// New is a driver for kernels with these layouts.
-func New(layouts ...[]uintptr) (*driver.Driver, *GPU, error) {
-	g := &GPU{Layouts: layouts, next: 1 << 40, sizes: map[uintptr][]byte{}, numbers: map[driver.Ptr]uint32{}}
+// New is a driver of a card for kernels with these layouts.
+func New(card Card, layouts ...[]uintptr) (*driver.Driver, *GPU, error) {
+	g := &GPU{
+		Layouts: layouts, card: card, next: 1 << 40, sizes: map[uintptr][]byte{}, numbers: map[driver.Ptr]uint32{}, resources: map[string]Resources{},
+		allowed: map[string]uint32{}, memory: map[uintptr]uint64{},
+	}
 	d, err := driver.OpenWith(g)
 	return d, g, err
+}
+
+// Compiled reads a report of kernelgen: then a launch fails that takes more registers or shared memory than a block can have.
+func (g *GPU) Compiled(report io.Reader) error {
+	target := fmt.Sprintf("sm_%d%da", g.card.Major, g.card.Minor)
+	for lines := bufio.NewScanner(report); lines.Scan(); {
+		f := strings.Fields(lines.Text()) // source, kernel, target, registers, shared, stack, spills
+		if len(f) < 5 || f[2] != target {
+			continue
+		}
+		var r Resources
+		if _, err := fmt.Sscan(f[3]+" "+f[4], &r.Registers, &r.Shared); err != nil {
+			return fmt.Errorf("drivertest: %q: %w", lines.Text(), err)
+		}
+		old := g.resources[f[1]] // folders have kernels of the same name
+		g.resources[f[1]] = Resources{max(old.Registers, r.Registers), max(old.Shared, r.Shared)}
+	}
+	if len(g.resources) == 0 {
+		return fmt.Errorf("drivertest: a report without kernels for %s", target)
+	}
+	return nil
+}
+
+// config is the beginning of CUlaunchConfig.
+type config struct {
+	grid, block [3]uint32
+	shared      uint32
+}
+
+// fits says why the card would not launch a kernel.
+func (g *GPU) fits(kernel string, c *config) error {
+	r := g.resources[kernel]
+	threads := c.block[0] * c.block[1] * c.block[2]
+	most := max(48<<10-r.Shared, g.allowed[kernel])
+	switch {
+	case min(c.grid[0], c.grid[1], c.grid[2], threads) == 0 || max(c.grid[1], c.grid[2]) > 65535 || threads > 1024:
+		return fmt.Errorf("%s: grid %v, block %v", kernel, c.grid, c.block)
+	case c.shared > most || c.shared+r.Shared > uint32(g.card.SharedPerBlock):
+		return fmt.Errorf("%s: %d bytes of shared memory and %d static ones, allowed are %d", kernel, c.shared, r.Shared, most)
+	case (r.Registers+7)/8*8*((threads+31)/32*32) > 64<<10:
+		return fmt.Errorf("%s: %d registers in %d threads", kernel, r.Registers, threads)
+	}
+	return nil
 }
 
 // Open implements dynlib.Loader.
@@ -52,19 +130,21 @@ func (g *GPU) Symbol(_ uintptr, name string) uintptr {
 	return uintptr(len(g.names))
 }
 
+// refused is CUDA_ERROR_INVALID_VALUE.
+const refused = 1
+
 // at is what an argument points to.
 func at[T any](a []uintptr, i int) *T { return *(**T)(unsafe.Pointer(&a[i])) }
-
-// attributes of an H200 that the driver is asked for.
-var attributes = map[uintptr]int32{75: 9, 76: 0, 16: 132, 97: 227 << 10, 81: 228 << 10, 38: 50 << 20}
-
-const memory = 140 << 30
 
 // Call implements dynlib.Loader.
 func (g *GPU) Call(fn uintptr, a []uintptr) uintptr {
 	switch g.names[fn-1] {
 	case "cuLaunchKernelEx":
 		l := launch{kernel: g.kernels[a[1]-1]}
+		if err := g.fits(l.kernel, at[config](a, 0)); err != nil {
+			g.refused = append([]byte(err.Error()), 0)
+			return refused
+		}
 		if p := *at[*[64]byte](a, 2); l.kernel == "begin" || l.kernel == "report" || l.kernel == "sizes" {
 			l.params = slices.Clone(p[:])
 		}
@@ -88,9 +168,25 @@ func (g *GPU) Call(fn uintptr, a []uintptr) uintptr {
 		*at[uintptr](a, 0) = a[1]
 	case "cuGraphGetNodes":
 		*at[uint64](a, 2) = uint64(len(g.graphs[a[0]-1]))
+	case "cuGetErrorString":
+		*at[*byte](a, 1) = unsafe.SliceData(g.refused)
+	case "cuFuncGetAttribute": // of two, the static shared memory
+		*at[int32](a, 0) = int32(g.resources[g.kernels[a[2]-1]].Shared)
+	case "cuFuncSetAttribute":
+		if a[1] == 8 { // the dynamic one that it may have
+			g.allowed[g.kernels[a[0]-1]] = uint32(a[2])
+		}
 	case "cuMemAlloc_v2":
+		if g.used+uint64(a[1]) > g.card.Memory {
+			return uintptr(driver.ErrorOutOfMemory)
+		}
 		*at[uintptr](a, 0) = g.next
+		g.memory[g.next] = uint64(a[1])
+		g.used += uint64(a[1])
 		g.next += (a[1] + 511) &^ 255
+	case "cuMemFree_v2":
+		g.used -= g.memory[a[0]]
+		delete(g.memory, a[0])
 	case "cuMemHostAlloc":
 		b := make([]byte, a[1]+15)
 		g.host = append(g.host, b)
@@ -113,11 +209,13 @@ func (g *GPU) Call(fn uintptr, a []uintptr) uintptr {
 	case "cuDeviceGetCount":
 		*at[int32](a, 0) = 1
 	case "cuDeviceGetAttribute":
-		*at[int32](a, 0) = attributes[a[1]]
+		*at[int32](a, 0) = map[uintptr]int32{
+			75: g.card.Major, 76: g.card.Minor, 16: g.card.SMs, 97: g.card.SharedPerBlock, 81: g.card.SharedPerSM, 38: g.card.L2,
+		}[a[1]]
 	case "cuDeviceTotalMem_v2":
-		*at[uint64](a, 0) = memory
+		*at[uint64](a, 0) = g.card.Memory
 	case "cuMemGetInfo_v2":
-		*at[uint64](a, 0), *at[uint64](a, 1) = memory-uint64(g.next-1<<40), memory
+		*at[uint64](a, 0), *at[uint64](a, 1) = g.card.Memory-g.used, g.card.Memory
 	case "cuEventElapsedTime":
 		*at[float32](a, 0) = 1
 	case "cuLibraryLoadData", "cuStreamCreate", "cuEventCreate", "cuDevicePrimaryCtxRetain":

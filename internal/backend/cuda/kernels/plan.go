@@ -257,16 +257,21 @@ func (l Limits) HcUp(fp8 bool, r, h, low uint32) (Plan, HcUpParams, error) {
 // Router plans the router and the shared expert's first half.
 func (l Limits) Router(fp8 bool, r, k, experts, inner uint32) (Plan, RouterParams, error) {
 	p := RouterParams{R: r, K: k, XLd: k, Experts: experts, Inner: inner}
-	units := (experts+1)/2 + inner + 1
-	plan := Plan{Kernel: RouterSharedBf16, Grid: max(l.SMs, (units+routerUnits-1)/routerUnits)}
-	own := (units + plan.Grid - 1) / plan.Grid
+	units, last, static := (experts+1)/2+inner+1, uint32(0), uint32(8192)
+	plan := Plan{Kernel: RouterSharedBf16}
 	if fp8 {
 		// the last block has the shared gate vector in BF16
-		plan = Plan{Kernel: RouterSharedE4m3, Grid: max(l.SMs, (units+routerUnits-2)/routerUnits+1)}
-		own = (units + plan.Grid - 3) / (plan.Grid - 1)
+		plan.Kernel, units, last, static = RouterSharedE4m3, units-1, 1, 16384
 	}
-	plan.Shared = 128 + r*operandPitch(k) + max(2*own*weightPitch(fp8, k), 2*weightPitch(false, k))
-	if r < 1 || r > MaxRows || k == 0 || k%16 != 0 || k > maxHidden || plan.Shared > l.SharedPerBlock {
+	plan.Grid = max(l.SMs, (units+routerUnits-1)/routerUnits+last)
+	for ; ; plan.Grid++ { // with little shared memory more blocks of fewer rows
+		own := (units + plan.Grid - last - 1) / (plan.Grid - last)
+		plan.Shared = 128 + r*operandPitch(k) + max(2*own*weightPitch(fp8, k), 2*weightPitch(false, k))
+		if own == 1 || plan.Shared+static <= l.SharedPerBlock {
+			break
+		}
+	}
+	if r < 1 || r > MaxRows || k == 0 || k%16 != 0 || k > maxHidden || plan.Shared+static > l.SharedPerBlock {
 		return plan, p, fmt.Errorf("cuda: no router plan for %d rows of %d", r, k)
 	}
 	return plan, p, nil
