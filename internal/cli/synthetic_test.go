@@ -64,7 +64,9 @@ func TestSyntheticOfficial(t *testing.T) {
 		}
 		if !testing.Short() {
 			for name, card := range map[string]drivertest.Card{"H200": drivertest.H200, "RTX PRO 6000": drivertest.RTX6000} {
-				t.Run(fmt.Sprintf("%s%s on %s", c.v.SourceProfile, c.v.ProjectionFormat, name), func(t *testing.T) { launches(t, l, card) })
+				for _, small := range []bool{false, true} {
+					t.Run(fmt.Sprintf("%s %s on %s, small formats %v", c.v.SourceProfile, c.v.ProjectionFormat, name, small), func(t *testing.T) { launches(t, l, card, small) })
+				}
 			}
 		}
 	}
@@ -72,7 +74,7 @@ func TestSyntheticOfficial(t *testing.T) {
 
 // launches runs a prompt and some steps on a GPU that computes nothing, but refuses what a card has not the room for: all that the model consists
 // of has its kernel for many rows and its fast one for a step, and a step is replayed as one graph.
-func launches(t *testing.T, l *loaded, card drivertest.Card) {
+func launches(t *testing.T, l *loaded, card drivertest.Card, small bool) {
 	t.Helper()
 	must := func(err error) {
 		t.Helper()
@@ -90,7 +92,11 @@ func launches(t *testing.T, l *loaded, card drivertest.Card) {
 	}
 	m, err := l.bind(model.Options{Drafter: true})
 	must(err)
-	d, err := device.Open(device.Options{States: m.States, Lanes: 8, Tokens: 16384, Verify: 6, Carry: 1024, Driver: drv, Made: l.made, Library: "none"})
+	o := device.Options{States: m.States, Lanes: 8, Tokens: 16384, Verify: 6, Carry: 1024, Driver: drv, Made: l.made, Library: "none"}
+	if small { // formats of cache and state
+		o.KV, o.BF16State = backend.CacheFP8, true
+	}
+	d, err := device.Open(o)
 	must(err)
 	defer func() { must(d.Close()) }()
 	r := model.NewRunner(m, d, 512)
@@ -113,6 +119,9 @@ func launches(t *testing.T, l *loaded, card drivertest.Card) {
 	attend := "attend_wide"
 	if !hopper { // it has Hopper's instructions
 		attend = "attend_rows"
+	}
+	if small {
+		attend += "_fp8"
 	}
 	for kernel, want := range map[string]int{"site": 97, "route": 48, attend: 12, "report": 2} {
 		if n := gpu.Count(kernel); n != want {
@@ -155,4 +164,13 @@ func launches(t *testing.T, l *loaded, card drivertest.Card) {
 	step("drafts in three lanes", 0, backend.LaneRows{Lane: 0, Tokens: []int32{1, 2, 3, 4}, Positions: model.Positions(9001, 4), Want: backend.WantAll},
 		backend.LaneRows{Lane: 1, Tokens: []int32{1}, Positions: model.Positions(9001, 1), Want: backend.WantAll},
 		backend.LaneRows{Lane: 2, Tokens: []int32{1, 2, 3}, Positions: model.Positions(9001, 3), Want: backend.WantAll})
+	gpu.Launched = gpu.Launched[:0]
+	all = nil
+	for lane := range 3 {
+		at := d.Lengths(backend.Lane(lane))
+		all = append(all, backend.LaneRows{Lane: lane, Tokens: make([]int32, at.Target-at.Drafter), Want: backend.WantLast})
+	}
+	_, err = r.Drafts(&backend.Control{Lanes: all}, 4)
+	must(err)
+	none("drafts", "expert_up", "attend", "merge", "score", "pick", "route")
 }
