@@ -331,6 +331,17 @@ func (d *Device) empty(c *driver.Context, slot int) error {
 	return nil
 }
 
+// first is the first of errors that were joined: on a lost GPU everything after it fails too.
+func first(err error) error {
+	for {
+		list, ok := err.(interface{ Unwrap() []error })
+		if !ok {
+			return err
+		}
+		err = list.Unwrap()[0]
+	}
+}
+
 // do runs f on the owner. What fails there fails the device: nobody knows which states it left half written.
 func (d *Device) do(what string, f func(*driver.Context) error) error {
 	if d.closed {
@@ -339,7 +350,7 @@ func (d *Device) do(what string, f func(*driver.Context) error) error {
 	if d.failed != nil {
 		return fmt.Errorf("cuda: %s: the device has failed: %w", what, d.failed)
 	}
-	if err := d.owner.Do(f); err != nil {
+	if err := first(d.owner.Do(f)); err != nil {
 		var host *hostError
 		if !errors.As(err, &host) {
 			d.failed = err
@@ -529,7 +540,7 @@ func (d *Device) Close() error {
 	if d.failed != nil {
 		return nil // said when it failed
 	}
-	return err
+	return first(err)
 }
 
 func free(c *driver.Context, p driver.Ptr) error {

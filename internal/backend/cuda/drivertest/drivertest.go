@@ -44,6 +44,8 @@ type GPU struct {
 	// Launched are the kernels launched since it was emptied, replayed ones too; Graphs counts replays.
 	Launched []string
 	Graphs   int
+	// Fail, if set, is asked at every call of the driver; what it returns other than Success is the call's result, and nothing else happens.
+	Fail func(call string) driver.Result
 
 	card      Card
 	resources map[string]Resources
@@ -138,6 +140,11 @@ func at[T any](a []uintptr, i int) *T { return *(**T)(unsafe.Pointer(&a[i])) }
 
 // Call implements dynlib.Loader.
 func (g *GPU) Call(fn uintptr, a []uintptr) uintptr {
+	if g.Fail != nil {
+		if r := g.Fail(g.names[fn-1]); r != driver.Success {
+			return uintptr(r)
+		}
+	}
 	switch g.names[fn-1] {
 	case "cuLaunchKernelEx":
 		l := launch{kernel: g.kernels[a[1]-1]}
@@ -187,6 +194,9 @@ func (g *GPU) Call(fn uintptr, a []uintptr) uintptr {
 	case "cuMemFree_v2":
 		g.used -= g.memory[a[0]]
 		delete(g.memory, a[0])
+	case "cuDevicePrimaryCtxRelease_v2": // with everything in it
+		clear(g.memory)
+		g.used = 0
 	case "cuMemHostAlloc":
 		b := make([]byte, a[1]+15)
 		g.host = append(g.host, b)
@@ -253,6 +263,9 @@ func (g *GPU) run(l launch) {
 
 // pointer is host memory that a kernel sees.
 func pointer(p driver.Ptr) unsafe.Pointer { return *(*unsafe.Pointer)(unsafe.Pointer(&p)) }
+
+// Allocated is how much device memory is taken.
+func (g *GPU) Allocated() uint64 { return g.used }
 
 // Count is how often a kernel was launched.
 func (g *GPU) Count(kernel string) (n int) {
