@@ -224,6 +224,9 @@ func (l Limits) HcDown(fp8 bool, r, h, low uint32) (Plan, HcDownParams, error) {
 	} else {
 		plan.Kernel, plan.Shared = pick(r, HcDownBf16, HcDownRowsBf16), 128+max(4, rows)*2*h
 	}
+	if r > 1 { // instructions bound it: where the kernel before ends early on an SM, two blocks must not come to stand there
+		plan.Shared = max(plan.Shared, l.Half()+128)
+	}
 	return plan, p, nil
 }
 
