@@ -150,4 +150,8 @@ type Chainer interface {
 	// Chain queues a Draft step whose lanes want the pick of their last row, and then so many passes of a row a lane, each of which takes the
 	// pick of the one before. Wait gives a lane's picks in order, one of each pass.
 	Chain(s Step, c *Control, more int) (Seq, error)
+	// Behind queues a Verify step behind the chain that was queued last and has not been waited for. Its first lanes are the chain's in the same
+	// order; they have one of Tokens, and as many more rows as there are further Positions take the chain's first picks. Other lanes may follow. It
+	// returns the picks of the chain's lanes as soon as they are known, and Wait gives the result of the verifying.
+	Behind(s Step, c *Control) ([][]int32, Seq, error)
 }

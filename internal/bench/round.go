@@ -106,20 +106,19 @@ func (t Round) Measure(ctx context.Context, m *model.Model, dev *device.Device, 
 	one := func(keep func(lane int) int) error {
 		start := time.Now()
 		place()
-		q, err := dev.Chain(steps[1], &backend.Control{Lanes: first}, t.Drafts-1)
+		if _, err := dev.Chain(steps[1], &backend.Control{Lanes: first}, t.Drafts-1); err != nil {
+			return err
+		}
+		picks, q, err := dev.Behind(steps[0], &backend.Control{Lanes: verify})
 		if err != nil {
 			return err
 		}
-		res, err := dev.Wait(q)
-		if err != nil {
+		middle := time.Now()
+		if _, err := dev.Wait(q); err != nil {
 			return err
 		}
 		for i := range verify {
-			verify[i].Tokens = slices.Concat(verify[i].Tokens, res.Lanes[i].Picks)
-		}
-		middle := time.Now()
-		if _, err := launch(steps[0], verify); err != nil {
-			return err
+			verify[i].Tokens = slices.Concat(verify[i].Tokens, picks[i])
 		}
 		for i := range verify {
 			if err := dev.Commit(i, keep(i)); err != nil {

@@ -150,6 +150,7 @@ func (c *benchCommand) Run(e *environment) error {
 	if err != nil {
 		return err
 	}
+	f.seeded = true // a prompt's time has the drafter's part of it
 	batch, dev, err := f.engine(e, m, 1, 0)
 	if err != nil {
 		return err

@@ -34,6 +34,7 @@ type modelFlags struct {
 	clamp          bool
 	weights        int64 // bytes that auto keeps free for them
 	pool           pool  // what open decided
+	seeded         bool  // a prompt's rows do not wait for the drafter
 }
 
 // mostContext is the longest context that can be asked for.
@@ -108,7 +109,9 @@ func (f *modelFlags) engine(e *environment, m *model.Model, lanes, pending int) 
 		return nil, nil, err
 	}
 	r := model.NewRunner(m, dev, chunk)
-	r.Lanes, r.Round = lanes, f.round()
+	if r.Lanes, r.Round = lanes, f.round(); !f.seeded {
+		r.Carry = f.carry()
+	}
 	if err := r.Prepare(); err != nil {
 		dev.Close()
 		return nil, nil, err

@@ -209,7 +209,11 @@ func (b *Batch) prefill(r *running, c Chunk) error {
 			return err
 		}
 	}
-	res, err := b.runner.Prompt(backend.LaneRows{Lane: g.lane, Tokens: r.rows[:c.Rows], Ahead: r.rows[c.Rows:min(len(r.rows), c.Rows+b.runner.Chunk)], Want: want})
+	feed := b.runner.Prompt
+	if c.Last {
+		feed = b.runner.PromptEnd
+	}
+	res, err := feed(backend.LaneRows{Lane: g.lane, Tokens: r.rows[:c.Rows], Ahead: r.rows[c.Rows:min(len(r.rows), c.Rows+b.runner.Chunk)], Want: want})
 	if err != nil {
 		return err
 	}

@@ -2,6 +2,7 @@ package engine_test
 
 import (
 	"context"
+	"fmt"
 	"math/rand/v2"
 	"os"
 	"slices"
@@ -52,6 +53,9 @@ func storm(t *testing.T, m *model.Model, all []job, seed uint64, open func(cpu.O
 	r := model.NewRunner(m, dev, chunk)
 	if seed%2 == 1 { // as programs run it: lanes without drafts let rows wait for the drafter
 		r.Lanes, r.Round = lanes, 6
+		if seed%4 == 1 {
+			r.Carry = 64
+		}
 	}
 	b, err := engine.NewBatch(r, engine.BatchOptions{
 		Limits:  engine.Limits{Lanes: lanes, Pages: pages, Pending: len(all), GapRows: 1 + rng.IntN(chunk), Passes: rng.IntN(3)},
@@ -72,7 +76,7 @@ func storm(t *testing.T, m *model.Model, all []job, seed uint64, open func(cpu.O
 			req := j.req
 			if rng.IntN(3) > 0 {
 				req.Draft = 1 + rng.IntN(5)
-				if rng.IntN(4) > 0 {
+				if _, chains := dev.(*chaining); !chains && rng.IntN(4) > 0 {
 					right := rng.IntN(8)
 					req.Drafter = truth(j.want, func(round, i int) bool { return (i+round)%7 >= right })
 				}
@@ -118,7 +122,9 @@ func storm(t *testing.T, m *model.Model, all []job, seed uint64, open func(cpu.O
 	if busy, err := b.Step(); busy || err != nil {
 		t.Errorf("seed %d: work at the end: %v, %v", seed, busy, err)
 	}
-	if n, _ := dev.(backend.Paged).Pages(); n != 0 {
+	if c, chains := dev.(*chaining); chains {
+		counts[0] += c.uneven
+	} else if n, _ := dev.(backend.Paged).Pages(); n != 0 {
 		t.Errorf("seed %d: %d pages are held at the end", seed, n)
 	}
 	if active, waiting := b.Load(); active+waiting != 0 {
@@ -161,6 +167,80 @@ func TestCompany(t *testing.T) {
 		if accepted[k] == 0 {
 			t.Errorf("no draft was accepted at position %d", k)
 		}
+	}
+}
+
+// chaining is a device that chains passes, which it does one by one.
+type chaining struct {
+	backend.Device
+	last   backend.Seq // of a chain
+	lanes  []int
+	picks  [][]int32
+	uneven int // passes behind a chain in which lanes verify different numbers of its drafts
+}
+
+func (c *chaining) Chain(s backend.Step, ctl *backend.Control, more int) (q backend.Seq, err error) {
+	c.lanes, c.picks = c.lanes[:0], make([][]int32, len(ctl.Lanes))
+	for ; more >= 0; more-- {
+		if q, err = c.Launch(s, ctl); err != nil {
+			return 0, err
+		}
+		res, err := c.Device.Wait(q)
+		if err != nil {
+			return 0, err
+		}
+		next := &backend.Control{}
+		for i, l := range ctl.Lanes {
+			c.picks[i] = append(c.picks[i], res.Lanes[i].Picks...)
+			next.Lanes = append(next.Lanes, backend.LaneRows{Lane: l.Lane, Tokens: res.Lanes[i].Picks, Want: backend.WantLast, Chain: true})
+		}
+		ctl = next
+	}
+	for _, l := range ctl.Lanes {
+		c.lanes = append(c.lanes, l.Lane)
+	}
+	c.last = q
+	return q, nil
+}
+
+func (c *chaining) Wait(q backend.Seq) (res backend.Result, err error) {
+	if q != c.last {
+		return c.Device.Wait(q)
+	}
+	for _, p := range c.picks {
+		res.Lanes = append(res.Lanes, backend.LaneResult{Picks: p})
+	}
+	return res, nil
+}
+
+func (c *chaining) Behind(s backend.Step, ctl *backend.Control) ([][]int32, backend.Seq, error) {
+	with := &backend.Control{Lanes: slices.Clone(ctl.Lanes)}
+	uneven := 0
+	for i, p := range c.picks {
+		l := &with.Lanes[i]
+		if l.Lane != c.lanes[i] || len(l.Tokens) != 1 {
+			return nil, 0, fmt.Errorf("lane %d behind a chain of lane %d, %d tokens", l.Lane, c.lanes[i], len(l.Tokens))
+		}
+		if l.Tokens = slices.Concat(l.Tokens, p[:len(l.Positions)-1]); len(l.Tokens) != 1+len(p) {
+			uneven = 1
+		}
+	}
+	c.uneven += uneven
+	q, err := c.Launch(s, with)
+	return c.picks, q, err
+}
+
+// The same on a device that drafts and verifies without the host in between.
+func TestCompanyChained(t *testing.T) {
+	m := modeltest.Micro(t)
+	open := func(o cpu.Options) backend.Device { return &chaining{Device: cpu.NewFast(o)} }
+	all := jobs(t, m, rand.New(rand.NewPCG(3, 8)), 50, cpu.NewFast)
+	uneven := 0
+	for i := range uint64(4) {
+		uneven += storm(t, m, all, i, open)[0]
+	}
+	if uneven == 0 {
+		t.Error("no lane verified fewer drafts than another")
 	}
 }
 

@@ -212,8 +212,8 @@ func (p *draftPolicy) choose(lanes []drafting) []int {
 	return p.explore(lanes, k)
 }
 
-// A length that is never tried is never learned: now and then a lane takes a neighbour, or all of them one draft if none has any, which they do less
-// often the longer none has been worth it.
+// A length that is never tried is never learned: now and then a lane takes a neighbour, or one draft if none has any, which happens less often the
+// longer none has been worth it, and takes a hundredth of the time at most: of one lane only, since the drafter may have many of its rows to run first.
 func (p *draftPolicy) explore(lanes []drafting, k []int) []int {
 	const often, seldom = 24, 96
 	none := slices.Max(k) == 0
@@ -225,10 +225,10 @@ func (p *draftPolicy) explore(lanes []drafting, k []int) []int {
 	}
 	p.last = 0
 	if p.turn++; none {
-		p.idle = min(seldom, 2*max(often, p.idle))
-		for i, l := range lanes {
-			k[i] = min(1, l.limit)
-		}
+		plain := p.cost.of(len(lanes), 0)
+		p.idle = max(min(seldom, 2*max(often, p.idle)), min(seldom*seldom, int(100*(p.cost.of(len(lanes)+1, 1)/plain-1))))
+		i := p.turn % len(lanes)
+		k[i] = min(1, lanes[i].limit)
 		return k
 	}
 	i := p.turn % len(lanes)

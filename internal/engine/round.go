@@ -14,23 +14,7 @@ import (
 // commit of what stands. Every generation has exactly one pending token and says in drafts how many drafts it wants. The error is the
 // device's; what a watcher returned is in the generation.
 func round(r *model.Runner, gs []*generation) error {
-	drafts, err := draft(r, gs)
-	if err != nil {
-		return err
-	}
-	kind := backend.Decode
-	c := &backend.Control{}
-	for i, g := range gs {
-		rows := slices.Concat(g.pending, drafts[i])
-		if len(rows) > 1 {
-			kind = backend.Verify
-		}
-		at := r.Dev.Lengths(backend.Lane(g.lane)).Target
-		c.Lanes = append(c.Lanes, backend.LaneRows{
-			Lane: g.lane, Tokens: rows, Positions: model.Positions(at, len(rows)), Want: g.want(true),
-		})
-	}
-	res, err := r.Launch(kind, c)
+	drafts, res, kind, err := pass(r, gs)
 	if err != nil {
 		return err
 	}
@@ -47,6 +31,131 @@ func round(r *model.Runner, gs []*generation) error {
 		}
 	}
 	return nil
+}
+
+// seed runs the drafter over rows that wait for it: of lanes that draft over what is more than a round leaves, of the others where there is no
+// room for a round's. A pass each time would cost lanes without drafts what plain decoding saves, and many a request ends without any.
+func seed(r *model.Runner, gs []*generation) error {
+	var c backend.Control
+	rows := 0
+	queue := func() error {
+		if rows == 0 {
+			return nil
+		}
+		err := r.Queue(backend.Seed, &c)
+		c, rows = backend.Control{}, 0
+		return err
+	}
+	for _, g := range gs {
+		tokens := g.following()
+		switch {
+		case g.drafts == 0 || g.req.Drafter != nil:
+			if r.Waits(len(tokens)) {
+				continue
+			}
+		case r.Round > 0 && len(tokens) > r.Round:
+			tokens = tokens[:len(tokens)-1]
+		default:
+			continue
+		}
+		for len(tokens) > 0 {
+			n := min(len(tokens), max(1, r.Chunk))
+			if rows+n > max(1, r.Chunk) || n < len(tokens) {
+				if err := queue(); err != nil {
+					return err
+				}
+			}
+			c.Lanes = append(c.Lanes, backend.LaneRows{Lane: g.lane, Tokens: tokens[:n]})
+			rows += n
+			if tokens = tokens[n:]; len(tokens) > 0 {
+				if err := queue(); err != nil {
+					return err
+				}
+			}
+		}
+	}
+	return queue()
+}
+
+// pass drafts and runs the pass over pending tokens and drafts.
+func pass(r *model.Runner, gs []*generation) ([][]int32, backend.Result, backend.Kind, error) {
+	if r.Model.Options.Drafter {
+		if err := seed(r, gs); err != nil {
+			return nil, backend.Result{}, 0, err
+		}
+	}
+	if order, passes := together(r, gs); passes > 0 {
+		drafts, res, err := behind(r, gs, order, passes)
+		return drafts, res, backend.Verify, err
+	}
+	drafts, err := draft(r, gs)
+	if err != nil {
+		return nil, backend.Result{}, 0, err
+	}
+	kind := backend.Decode
+	c := &backend.Control{}
+	for i, g := range gs {
+		rows := slices.Concat(g.pending, drafts[i])
+		if len(rows) > 1 {
+			kind = backend.Verify
+		}
+		at := r.Dev.Lengths(backend.Lane(g.lane)).Target
+		c.Lanes = append(c.Lanes, backend.LaneRows{
+			Lane: g.lane, Tokens: rows, Positions: model.Positions(at, len(rows)), Want: g.want(true),
+		})
+	}
+	res, err := r.Launch(kind, c)
+	return drafts, res, kind, err
+}
+
+// together says in which order lanes go, those that draft first, where as many passes as the longest wants suit all of these: then all drafts and
+// what verifies them are queued at once, and a lane that wants fewer leaves some.
+func together(r *model.Runner, gs []*generation) (order []int, passes int) {
+	if !r.Model.Options.Drafter || !r.Chains() {
+		return nil, 0
+	}
+	for i, g := range gs {
+		if g.req.Drafter != nil {
+			return nil, 0
+		}
+		if g.drafts > 0 {
+			order = append(order, i)
+			passes = max(passes, g.drafts)
+		}
+	}
+	for i, g := range gs {
+		switch {
+		case g.drafts == 0:
+			order = append(order, i)
+		case g.limit(passes) < passes:
+			return nil, 0
+		}
+	}
+	return order, passes
+}
+
+// behind is pass where together says so.
+func behind(r *model.Runner, gs []*generation, order []int, passes int) ([][]int32, backend.Result, error) {
+	var first, all backend.Control
+	for _, i := range order {
+		g := gs[i]
+		if g.drafts > 0 {
+			first.Lanes = append(first.Lanes, backend.LaneRows{Lane: g.lane, Tokens: g.following(), Want: backend.WantLast})
+		}
+		at := r.Dev.Lengths(backend.Lane(g.lane)).Target
+		all.Lanes = append(all.Lanes, backend.LaneRows{Lane: g.lane, Tokens: g.pending, Positions: model.Positions(at, 1+g.drafts), Want: g.want(true)})
+	}
+	picks, res, err := r.DraftAndVerify(&first, passes-1, &all)
+	if err != nil {
+		return nil, backend.Result{}, err
+	}
+	drafts, lanes := make([][]int32, len(gs)), make([]backend.LaneResult, len(gs))
+	for j, i := range order {
+		if lanes[i] = res.Lanes[j]; j < len(picks) {
+			drafts[i] = picks[j][:gs[i].drafts]
+		}
+	}
+	return drafts, backend.Result{Lanes: lanes}, nil
 }
 
 // acceptAll is accept for all generations. Those that draw look at every logit: they do so side by side.
@@ -66,8 +175,7 @@ func acceptAll(gs []*generation, res backend.Result, drafts [][]int32) ([][]int3
 }
 
 // draft returns each generation's drafts: the first of all in one pass, together with the rows that the drafter has not seen, and
-// then a pass for each further one; as many as all lanes want come in one go. Lanes that want none catch up when they have as many rows as a
-// round may leave: a pass each time would cost them what plain decoding saves.
+// then a pass for each further one; as many as all lanes want come in one go.
 func draft(r *model.Runner, gs []*generation) ([][]int32, error) {
 	drafts := make([][]int32, len(gs))
 	if !r.Model.Options.Drafter {
@@ -77,17 +185,13 @@ func draft(r *model.Runner, gs []*generation) ([][]int32, error) {
 		return drafts, nil
 	}
 	for depth := 0; ; {
-		var c, seed backend.Control
+		var c backend.Control
 		var lanes []int
 		passes := math.MaxInt
 		for i, g := range gs {
 			rows := backend.LaneRows{Lane: g.lane, Want: backend.WantLast, Chain: depth > 0}
 			switch {
 			case depth == 0 && (g.drafts == 0 || g.req.Drafter != nil):
-				rows.Want, rows.Tokens = backend.WantNone, g.following()
-				if len(rows.Tokens) > 0 && len(rows.Tokens) >= r.Round {
-					seed.Lanes = append(seed.Lanes, rows)
-				}
 				drafts[i] = g.scripted()
 				continue
 			case depth == 0:
@@ -100,11 +204,6 @@ func draft(r *model.Runner, gs []*generation) ([][]int32, error) {
 			c.Lanes = append(c.Lanes, rows)
 			lanes = append(lanes, i)
 			passes = min(passes, g.drafts-depth)
-		}
-		if len(seed.Lanes) > 0 {
-			if _, err := r.Launch(backend.Seed, &seed); err != nil {
-				return nil, err
-			}
 		}
 		if len(lanes) == 0 {
 			return drafts, nil

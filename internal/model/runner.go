@@ -19,6 +19,9 @@ type Runner struct {
 	// Lanes and Round, if set, are the most lanes of a pass and the most rows of a lane in a decoding round: then one program of each kind
 	// serves all sizes, and Prepare can compile them all.
 	Lanes, Round int
+	// Carry, if set, is how many rows of a lane may wait for the drafter: a prompt's last ones do until the lane drafts. If not they are seeded
+	// at once, and those of rounds when there are as many as a round may leave.
+	Carry int
 
 	// Waited is the time spent so far in launching passes and waiting for them.
 	Waited time.Duration
@@ -55,6 +58,30 @@ func (r *Runner) Launch(kind backend.Kind, c *backend.Control) (backend.Result, 
 		return backend.Result{}, err
 	}
 	return r.Dev.Wait(seq)
+}
+
+// Queue is Launch of a pass that has no result. It does not wait for it.
+func (r *Runner) Queue(kind backend.Kind, c *backend.Control) error {
+	rows := 0
+	for _, l := range c.Lanes {
+		rows += len(l.Tokens)
+	}
+	step, err := r.step(kind, len(c.Lanes), rows)
+	if err != nil {
+		return err
+	}
+	start := time.Now()
+	_, err = r.Dev.Launch(step, c)
+	r.Waited += time.Since(start)
+	return err
+}
+
+// Waits says whether so many rows of a lane may go on waiting for the drafter during a round.
+func (r *Runner) Waits(rows int) bool {
+	if r.Carry == 0 {
+		return rows < r.Round
+	}
+	return rows+r.Round <= r.Carry
 }
 
 // Drafts runs a first draft pass whose lanes want their last row's pick and so many further ones, each from the drafts of the one before: on a
@@ -102,6 +129,48 @@ func (r *Runner) Drafts(c *backend.Control, more int) ([][]int32, error) {
 		take(res)
 	}
 	return out, nil
+}
+
+// Chains says whether the device is one for DraftAndVerify.
+func (r *Runner) Chains() bool {
+	_, ok := r.Dev.(backend.Chainer)
+	return ok
+}
+
+// DraftAndVerify runs, on a device that chains, a first draft pass and so many further ones as Drafts does, and then a verifying pass. Of that the
+// first lanes are those that draft, with the token before the drafts and the positions of all rows that they want verified; others may follow. It
+// returns the drafts of the lanes that draft in order, and what came of verifying.
+func (r *Runner) DraftAndVerify(drafts *backend.Control, more int, verify *backend.Control) ([][]int32, backend.Result, error) {
+	dev, ok := r.Dev.(backend.Chainer)
+	if !ok {
+		return nil, backend.Result{}, errors.New("model: the device does not chain passes")
+	}
+	first, last := 0, 0
+	for i := range drafts.Lanes {
+		first += len(drafts.Lanes[i].Tokens)
+	}
+	for i := range verify.Lanes {
+		last += len(verify.Lanes[i].Positions)
+	}
+	step, err := r.step(backend.Draft, len(drafts.Lanes), first)
+	if err != nil {
+		return nil, backend.Result{}, err
+	}
+	judge, err := r.step(backend.Verify, len(verify.Lanes), last)
+	if err != nil {
+		return nil, backend.Result{}, err
+	}
+	start := time.Now()
+	defer func() { r.Waited += time.Since(start) }()
+	if _, err := dev.Chain(step, drafts, more); err != nil {
+		return nil, backend.Result{}, err
+	}
+	picks, seq, err := dev.Behind(judge, verify)
+	if err != nil {
+		return nil, backend.Result{}, err
+	}
+	res, err := r.Dev.Wait(seq)
+	return picks, res, err
 }
 
 // step is the program for a pass of so many lanes and rows, compiled if it is the first.
@@ -161,7 +230,14 @@ func Positions(at, n int) [][3]int32 {
 
 // Prompt feeds rows to a lane in chunks, a single row as a decode step, and returns the results of the wanted rows. With a drafter it seeds the drafter's planes
 // for every row but the last, whose following token is not known yet. in.Positions nil means text at the lane's length.
-func (r *Runner) Prompt(in backend.LaneRows) (backend.LaneResult, error) {
+func (r *Runner) Prompt(in backend.LaneRows) (backend.LaneResult, error) { return r.prompt(in, false) }
+
+// PromptEnd is Prompt for the last rows of a prompt: as many of them wait for the drafter as may.
+func (r *Runner) PromptEnd(in backend.LaneRows) (backend.LaneResult, error) {
+	return r.prompt(in, true)
+}
+
+func (r *Runner) prompt(in backend.LaneRows, last bool) (backend.LaneResult, error) {
 	var out backend.LaneResult
 	n := len(in.Tokens)
 	if n == 0 {
@@ -203,6 +279,9 @@ func (r *Runner) Prompt(in backend.LaneRows) (backend.LaneResult, error) {
 		for _, row := range res.Lanes[0].Logits {
 			out.Logits = append(out.Logits, slices.Clone(row)) // the next launch may overwrite it
 		}
+		if last && end == n && r.Carry > 0 && r.Waits(end-first) {
+			break
+		}
 		if err := r.Seed(in.Lane, part.Tokens[1:]); err != nil {
 			return out, err
 		}
@@ -221,8 +300,14 @@ func (r *Runner) Seed(lane int, following []int32) error {
 	if len(following) < carried-1 || len(following) > carried {
 		return fmt.Errorf("model: seed: %d tokens follow %d carried rows", len(following), carried)
 	}
-	_, err := r.Launch(backend.Seed, &backend.Control{Lanes: []backend.LaneRows{{Lane: lane, Tokens: following}}})
-	return err
+	for len(following) > 0 {
+		n := min(len(following), max(1, r.Chunk))
+		if err := r.Queue(backend.Seed, &backend.Control{Lanes: []backend.LaneRows{{Lane: lane, Tokens: following[:n]}}}); err != nil {
+			return err
+		}
+		following = following[n:]
+	}
+	return nil
 }
 
 // Draft returns k draft tokens that follow the given ones. following are the tokens after each carried row: what the last round

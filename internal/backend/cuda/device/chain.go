@@ -2,6 +2,8 @@ package device
 
 import (
 	"fmt"
+	"slices"
+	"unsafe"
 
 	"ninfer/internal/backend"
 	"ninfer/internal/backend/cuda/device/kernels"
@@ -9,7 +11,8 @@ import (
 )
 
 // A chain of drafts is queued at once: every pass but the first takes its tokens from the picks of the pass before, where they lie on the GPU, and
-// has pinned memory of its own, since the host writes them all before the first has run.
+// has pinned memory of its own, since the host writes them all before the first has run. What verifies them is queued behind it and takes their
+// picks from that memory: the host needs them only for the rows of the n-gram table, which the second layer wants.
 
 // mostChained is the most passes of a chain.
 const mostChained = 8
@@ -27,11 +30,8 @@ func (s *step) use(c *driver.Context, depth int) error {
 		if err != nil {
 			return err
 		}
-		report, err := s.pinned(c, len(s.report))
-		if err != nil {
-			return err
-		}
-		s.slots = append(s.slots, slot{control, report})
+		size := len(s.report)
+		s.slots = append(s.slots, slot{control, s.reports[len(s.slots)*size:][:size]})
 	}
 	if depth > 0 && s.zero == 0 {
 		l := &loader{s: s, c: c}
@@ -47,8 +47,13 @@ func (s *step) use(c *driver.Context, depth int) error {
 	return nil
 }
 
-// follow gives the rows of a chained pass the picks of the pass before.
+// follow gives the rows of a chained pass the picks of the pass before, and those of a pass behind a chain the picks of its passes.
 func (p *pass) follow() error {
+	if c := p.s.behind; c != nil {
+		picks := driver.Ptr(uintptr(unsafe.Pointer(&c.reports[4])))
+		q := kernels.GatherParams{X: picks, Out: p.s.rows, Width: uint32(len(c.report) / 4), N: uint32(len(p.rows))}
+		return start(p, kernels.DraftedTokens, 1, 1, 1, 0, &q)
+	}
 	if p.s.depth == 0 {
 		return nil
 	}
@@ -106,4 +111,92 @@ func (s *step) chained() (res backend.Result) {
 		res.Lanes = append(res.Lanes, l)
 	}
 	return res
+}
+
+// Behind is of backend.Chainer.
+func (d *Device) Behind(st backend.Step, ctl *backend.Control) ([][]int32, backend.Seq, error) {
+	s, ok := st.(*step)
+	if !ok || s.d != d || d.closed || s.program.Pass.Kind != backend.Verify {
+		return nil, 0, fmt.Errorf("cuda: behind a chain: not a step of this device that verifies, or device closed")
+	}
+	chain := d.last
+	if chain == nil || chain.program.Pass.Kind != backend.Draft || len(chain.pass.lanes) > len(ctl.Lanes) || chain.head == nil {
+		return nil, 0, fmt.Errorf("cuda: behind a chain: the last launch was none of at most %d lanes", len(ctl.Lanes))
+	}
+	with := &backend.Control{Lanes: slices.Clone(ctl.Lanes)}
+	for i := range chain.pass.lanes {
+		in := &with.Lanes[i]
+		if more := len(in.Positions) - 1; len(in.Tokens) != 1 || more < 0 || more > chain.depth+1 || int(chain.pass.lanes[i].Slot) != in.Lane {
+			return nil, 0, fmt.Errorf("cuda: behind a chain: lane %d: %d tokens and %d positions, or lanes in another order", in.Lane, len(in.Tokens), len(in.Positions))
+		}
+		in.Tokens = append(in.Tokens[:1:1], make([]int32, len(in.Positions)-1)...) // drafted fills them in
+	}
+	s.behind = chain
+	_, err := d.queue(s, with, 0)
+	s.behind = nil
+	if err != nil {
+		return nil, 0, err
+	}
+	return s.drafts, d.seq, nil
+}
+
+// drafted waits for the picks of a pass of the chain that the launch is behind and makes them tokens of its lanes.
+func (p *pass) drafted(depth int) error {
+	chain := p.s.behind
+	report := chain.slots[depth].report
+	if !soon(report, uint32(chain.seq)-uint32(chain.depth-depth)) {
+		if err := p.c.Sync(p.s.end); err != nil {
+			return err
+		}
+	}
+	for i := range chain.pass.lanes {
+		id := make([]int32, 1)
+		copy(bytesIn(id), report[4+4*i:])
+		p.s.drafts[i] = append(p.s.drafts[i], id[0])
+		if depth+1 < len(p.in[i].Tokens) {
+			p.in[i].Tokens[depth+1] = id[0]
+		}
+	}
+	return nil
+}
+
+// follows is gather behind a chain: each row of a lane is looked up as soon as the pass that drafted it is over.
+func (p *pass) follows(number uint32) error {
+	t, chain := p.s.table, p.s.behind
+	p.s.drafts = make([][]int32, len(chain.pass.lanes))
+	var before [][]int32
+	if t != nil {
+		for i := range p.lanes {
+			img := &p.s.d.images[p.lanes[i].Slot]
+			history := slices.Clone(img.history)
+			if img.keep > 0 {
+				history = img.folded(history)
+			}
+			before = append(before, history)
+		}
+	}
+	var err error
+	for j := range chain.depth + 2 {
+		if j > 0 {
+			if err = p.drafted(j - 1); err != nil {
+				break
+			}
+		}
+		for i := range before {
+			if j >= len(p.in[i].Tokens) {
+				continue
+			}
+			token, at := p.in[i].Tokens[j], int(p.lanes[i].First)+j
+			ids := t.ids[at*t.heads : (at+1)*t.heads]
+			hash(t.w, before[i], token, ids)
+			before[i] = append(before[i], token)
+			if e := p.s.d.rows(&t.w.Table, ids, t.staged[ahead+at*t.heads*t.w.Table.RowBytes:]); err == nil {
+				err = e
+			}
+		}
+	}
+	if t != nil {
+		t.ready(number)
+	}
+	return err
 }

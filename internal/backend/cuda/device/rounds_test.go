@@ -185,12 +185,13 @@ func best(line []float32) int {
 	return b
 }
 
-// A chain of drafts gives what its passes give one by one, launched directly and replayed.
+// A chain of drafts gives what its passes give one by one, launched directly and replayed, and so does a verifying pass behind it.
 func TestChain(t *testing.T) {
 	m := subject(t)
 	lengths := []int{40, 3, 77}
 	const more, rounds = 4, 4
-	run := func(which []int, chain bool) (out [][]int32) {
+	const oneByOne, chained, behind = 0, 1, 2
+	run := func(which []int, way int) (out [][]int32) {
 		d := open(t, device.Options{States: m.States, Lanes: 3, Tokens: 192, Verify: 6, Carry: 192})
 		defer d.Close()
 		r := model.NewRunner(m, d, 128)
@@ -199,6 +200,13 @@ func TestChain(t *testing.T) {
 			t.Fatal(err)
 		}
 		st, err := d.Compile(p)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if p, err = m.Program(backend.Pass{Kind: backend.Verify, Lanes: 3, Rows: 24}, false); err != nil {
+			t.Fatal(err)
+		}
+		judge, err := d.Compile(p)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -225,7 +233,12 @@ func TestChain(t *testing.T) {
 				first.Lanes = append(first.Lanes, backend.LaneRows{Lane: l, Tokens: following, Want: backend.WantLast})
 			}
 			picks := make([][]int32, len(which))
-			if chain {
+			switch way {
+			case behind:
+				if _, err := d.Chain(st, first, more); err != nil {
+					t.Fatal(err)
+				}
+			case chained:
 				q, err := d.Chain(st, first, more)
 				if err != nil {
 					t.Fatal(err)
@@ -237,7 +250,7 @@ func TestChain(t *testing.T) {
 				for i := range which {
 					picks[i] = res.Lanes[i].Picks
 				}
-			} else {
+			default:
 				for range more + 1 {
 					q, err := d.Launch(st, first)
 					if err != nil {
@@ -255,15 +268,28 @@ func TestChain(t *testing.T) {
 					}
 				}
 			}
-			out = append(out, picks...)
 			for i, l := range which {
 				at := d.Lengths(backend.Lane(l)).Target
 				verify.Lanes = append(verify.Lanes, backend.LaneRows{
 					Lane: l, Tokens: slices.Concat(next[l:l+1], picks[i]), Positions: model.Positions(at, more+2), Want: backend.WantAll,
 				})
 			}
-			if _, err := r.Launch(backend.Verify, &verify); err != nil {
+			var res backend.Result
+			if way == behind {
+				var q backend.Seq
+				if picks, q, err = d.Behind(judge, &verify); err != nil {
+					t.Fatal(err)
+				}
+				res, err = d.Wait(q)
+			} else {
+				res, err = r.Launch(backend.Verify, &verify)
+			}
+			if err != nil {
 				t.Fatal(err)
+			}
+			out = append(out, picks...)
+			for i := range which {
+				out = append(out, slices.Clone(res.Lanes[i].Picks))
 			}
 			for _, l := range which {
 				if err := d.Commit(l, 1+(round+l)%(more+2)); err != nil {
@@ -274,12 +300,14 @@ func TestChain(t *testing.T) {
 		return out
 	}
 	for _, which := range [][]int{{1}, {0, 1, 2}} {
-		want, got := run(which, false), run(which, true)
-		if !slices.EqualFunc(got, want, slices.Equal[[]int32]) {
-			t.Errorf("lanes %v: chains draft %v, passes one by one %v", which, got, want)
+		want := run(which, oneByOne)
+		for _, way := range []int{chained, behind} {
+			if got := run(which, way); !slices.EqualFunc(got, want, slices.Equal[[]int32]) {
+				t.Errorf("lanes %v, way %d: %v, passes one by one %v", which, way, got, want)
+			}
 		}
-		if len(want[0]) != more+1 {
-			t.Errorf("%d drafts", len(want[0]))
+		if len(want[0]) != more+1 || len(want[len(which)]) != more+2 {
+			t.Errorf("%d drafts, %d rows", len(want[0]), len(want[len(which)]))
 		}
 	}
 }

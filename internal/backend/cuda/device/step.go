@@ -36,7 +36,7 @@ type step struct {
 
 	few      *step // of a step for many rows: the same for few; nil otherwise
 	slow     []string
-	products map[operand][]gemm.Product
+	products map[int][]gemm.Product // by their most rows
 
 	distinct driver.Ptr // of each mixture: how many experts its rows chose last
 	mixtures int
@@ -52,6 +52,12 @@ type step struct {
 	report []byte // pinned: the number of the last launch that is over, then its picks
 	slots  []slot // control and report of the passes of a chain; nil before the first launch
 	depth  int    // of the last launch in a chain
+
+	reports []byte       // pinned: of a step that drafts, the reports of all passes of a chain
+	behind  *step        // the chain of drafts that the launch in progress verifies; nil otherwise
+	drafts  [][]int32    // its picks, once they are known
+	end     driver.Event // of that chain
+
 	zero   driver.Ptr
 	head   *head
 	embed  *embed
@@ -65,10 +71,11 @@ type step struct {
 type shape struct {
 	rows, lanes, wanted int
 	depth               int
+	behind              *step
 	logits, likely      bool
 }
 
-// graph is a captured launch list; before the second launch of its shape there is none.
+// graph is a captured launch list; until the second launch of its shape there is none.
 type graph struct {
 	exec  driver.Exec
 	nodes int
@@ -119,6 +126,9 @@ func (s *step) free(c *driver.Context) (err error) {
 			err = errors.Join(err, c.DestroyExec(g.exec))
 		}
 	}
+	if s.end != 0 {
+		err = errors.Join(err, c.DestroyEvent(s.end))
+	}
 	for _, p := range s.taken {
 		err = errors.Join(err, c.Free(p))
 	}
@@ -131,7 +141,7 @@ func (s *step) free(c *driver.Context) (err error) {
 func (d *Device) newStep(p *backend.Program) *step {
 	s := &step{
 		d: d, program: p, pending: make([]backend.Buf, len(p.Bufs)), graphs: map[shape]*graph{}, other: map[backend.Buf]driver.Ptr{},
-		products: map[operand][]gemm.Product{},
+		products: map[int][]gemm.Product{},
 	}
 	s.pass.s = s
 	return s
@@ -176,9 +186,14 @@ func (s *step) compile(c *driver.Context) (err error) {
 	if s.block, err = s.alloc(c, "control block", size); err != nil {
 		return err
 	}
-	if s.report, err = s.pinned(c, 4+4*shape.Rows); err != nil {
+	passes := 1
+	if shape.Kind == backend.Draft {
+		passes = mostChained
+	}
+	if s.reports, err = s.pinned(c, passes*(4+4*shape.Rows)); err != nil {
 		return err
 	}
+	s.report = s.reports[:4+4*shape.Rows]
 	s.rows = s.block + header
 	s.lanes = s.rows + driver.Ptr(shape.Rows*sizeOfRow)
 	s.want = s.lanes + driver.Ptr(shape.Lanes*laneBytes)
@@ -407,6 +422,17 @@ func (p *pass) launch(depth int) error {
 			return err
 		}
 	}
+	if s.behind != nil {
+		if s.end == 0 {
+			var err error
+			if s.end, err = c.NewEvent(false); err != nil {
+				return err
+			}
+		}
+		if err := c.Record(s.end, d.stream); err != nil {
+			return err
+		}
+	}
 	number := uint32(d.seq)
 	copy(s.control, bytesOf(&number))
 	copy(s.control[header:], bytesIn(p.rows))
@@ -417,15 +443,14 @@ func (p *pass) launch(depth int) error {
 			return err
 		}
 	}
-	exec, err := p.graph()
-	if err != nil {
-		return err
-	}
+	exec, fresh := p.graph()
 	// A graph takes one call, so the GPU works on the first layer while the host gathers the table's rows, for which a kernel waits. Kernel by
 	// kernel the queue could fill up behind that one.
 	if exec == 0 {
 		if s.few == nil {
-			if err := p.gather(number); err != nil {
+			if err := p.gather(number); errors.As(err, new(*driver.Error)) {
+				return err
+			} else if err != nil {
 				return &hostError{err}
 			}
 		}
@@ -445,28 +470,30 @@ func (p *pass) launch(depth int) error {
 			return err
 		}
 	}
+	if fresh != nil { // capturing takes as long as launching: the GPU works meanwhile
+		var err error
+		fresh.exec, fresh.nodes, err = c.Capture(d.stream, p.direct)
+		return err
+	}
 	return nil
 }
 
-// graph is the captured launch list, or 0 where the kernels are launched directly: the first time a shape occurs, for prompts, and when tests
-// look inside.
-func (p *pass) graph() (driver.Exec, error) {
+// graph is the captured launch list, or 0 where the kernels are launched directly: the first two times a shape occurs, for prompts, and when
+// tests look inside. The second time there is fresh to capture it for.
+func (p *pass) graph() (exec driver.Exec, fresh *graph) {
 	s := p.s
 	kind := s.program.Pass.Kind
 	if !p.plain || s.d.opt.NoGraph || s.d.profile != nil || kind == backend.Prefill || kind == backend.Seed {
 		return 0, nil
 	}
-	key := shape{len(p.rows), len(p.lanes), len(p.wanted), s.depth, p.logits, p.likely}
+	key := shape{len(p.rows), len(p.lanes), len(p.wanted), s.depth, s.behind, p.logits, p.likely}
 	g, seen := s.graphs[key]
 	if !seen {
 		s.graphs[key] = &graph{}
 		return 0, nil
 	}
 	if g.exec == 0 {
-		var err error
-		if g.exec, g.nodes, err = p.c.Capture(s.d.stream, p.direct); err != nil {
-			return 0, err
-		}
+		return 0, g
 	}
 	return g.exec, nil
 }
@@ -585,10 +612,10 @@ func (s *step) over() bool {
 	return s.seq == 0 || atomic.LoadUint32((*uint32)(unsafe.Pointer(&s.report[0]))) == uint32(s.seq)
 }
 
-// soon looks for a launch's number in the report for as long as a step may take: a thread that sleeps until then, or asks the driver on
+// soon looks for a launch's number in a report for as long as a step may take: a thread that sleeps until then, or asks the driver on
 // another thread, is late by tens of microseconds and more. Where processors are few it does not look at all.
-func (s *step) soon(number uint32) bool {
-	at := (*uint32)(unsafe.Pointer(&s.report[0]))
+func soon(report []byte, number uint32) bool {
+	at := (*uint32)(unsafe.Pointer(&report[0]))
 	for end := time.Now().Add(20 * time.Millisecond); runtime.GOMAXPROCS(0) > 2 && time.Now().Before(end); {
 		for range 64 {
 			if atomic.LoadUint32(at) == number {
@@ -605,7 +632,7 @@ func (d *Device) Wait(q backend.Seq) (backend.Result, error) {
 		return backend.Result{}, fmt.Errorf("cuda: wait for launch %d, last is %d", q, d.seq)
 	}
 	s := d.last
-	if !s.soon(uint32(q)) || s.head != nil && s.head.raised {
+	if !soon(s.report, uint32(q)) || s.head != nil && s.head.raised {
 		if err := d.do("wait", func(c *driver.Context) error { return c.SyncStream(d.stream) }); err != nil {
 			return backend.Result{}, err
 		}

@@ -94,6 +94,9 @@ func decode(p *pass, q *kernels.TableParams) error {
 // gather hashes the n-grams of the rows of a launch, copies the table's rows and tells the GPU. After an error it tells the GPU too, which would
 // wait.
 func (p *pass) gather(number uint32) error {
+	if p.s.behind != nil {
+		return p.follows(number)
+	}
 	t := p.s.table
 	if t == nil {
 		return nil
@@ -112,8 +115,13 @@ func (p *pass) gather(number uint32) error {
 		}
 	}
 	err := p.s.d.rows(&t.w.Table, t.ids[:n*t.heads], t.staged[ahead:])
-	atomic.StoreUint32((*uint32)(unsafe.Pointer(&t.staged[0])), number)
+	t.ready(number)
 	return err
+}
+
+// ready tells the GPU that the rows of a launch are there.
+func (t *table) ready(number uint32) {
+	atomic.StoreUint32((*uint32)(unsafe.Pointer(&t.staged[0])), number)
 }
 
 // slow is how long a row takes at least that is not in the page cache.

@@ -28,6 +28,7 @@ const (
 	Route                     // RouteParams
 	StemWide                  // StemParams
 	CarryWide                 // CarryParams
+	DraftedTokens             // GatherParams
 	RouteWide                 // RouteParams
 	ExpertUpWide              // ExpertUpParams
 	ExpertDownWide            // ExpertDownParams
@@ -79,6 +80,7 @@ var table = code.Table[ID]{
 		{Name: "route", Source: "blocks", Threads: 32},
 		{Name: "stem_wide", Source: "drafts", Threads: (512)},
 		{Name: "carry_wide", Source: "drafts", Threads: 256},
+		{Name: "drafted_tokens", Source: "drafts", Threads: 128},
 		{Name: "route_wide", Source: "drafts", Threads: 32},
 		{Name: "expert_up_wide", Source: "drafts", Threads: 256},
 		{Name: "expert_down_wide", Source: "drafts", Threads: 640},

@@ -45,8 +45,6 @@ const (
 	Sizes                      // SizesParams
 	ExpertUpFew                // GroupParams
 	ExpertDownFew              // GroupParams
-	ExpertUpSome               // GroupParams
-	ExpertDownSome             // GroupParams
 	ExpertUpMany               // GroupParams
 	ExpertDownMany             // GroupParams
 	Panel                      // SortParams
@@ -90,8 +88,6 @@ var table = code.Table[ID]{
 		{Name: "sizes", Source: "sizes", Threads: 32},
 		{Name: "expert_up_few", Source: "wide", Threads: 256},
 		{Name: "expert_down_few", Source: "wide", Threads: 256},
-		{Name: "expert_up_some", Source: "wide", Threads: 256},
-		{Name: "expert_down_some", Source: "wide", Threads: 256},
 		{Name: "expert_up_many", Source: "wide", Threads: 256},
 		{Name: "expert_down_many", Source: "wide", Threads: 256},
 		{Name: "panel", Source: "wide", Threads: 256},
