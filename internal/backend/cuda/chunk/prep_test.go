@@ -189,12 +189,12 @@ func TestPrep(t *testing.T) {
 			for tok := range tokens {
 				for i := range 128 {
 					if gotRaw[p.row(tok)*128+i] != raws[tok*128+i] {
-						g.T.Fatalf("%s: raw key of token %d differs", what, tok)
+						panic(fmt.Errorf("%s: raw key of token %d differs", what, tok))
 					}
 				}
 				for i := range 3 {
 					if gotPos[p.row(tok)*3+i] != positions[tok*3+i] {
-						g.T.Fatalf("%s: position of token %d differs", what, tok)
+						panic(fmt.Errorf("%s: position of token %d differs", what, tok))
 					}
 				}
 			}

@@ -79,8 +79,8 @@ func (s *step) compileWide(c *driver.Context) error {
 		}
 		w.bytes = w.need
 	}
-	for rows, list := range s.products {
-		w.gemm.Prepare([]int{rows}, list)
+	for x, list := range s.products {
+		w.gemm.Prepare(x.rows, x.ld, list)
 	}
 	return nil
 }
@@ -249,8 +249,11 @@ func (q *products) add(w backend.Weight, o output) {
 	q.list = append(q.list, o)
 }
 
-// done takes the room that the products with at most so many rows need, and returns what launches them; nil if one cannot be had.
-func (q *products) done(r *rooms, most int) func(p *pass, x driver.Ptr, ld, rows int) error {
+// operand is how many rows there are at most for a product, and how far apart they begin.
+type operand struct{ rows, ld int }
+
+// done takes the room that the products with at most so many rows need, ld values apart, and returns what launches them; nil if one cannot be had.
+func (q *products) done(r *rooms, most, ld int) func(p *pass, x driver.Ptr, rows int) error {
 	if !q.ok {
 		return nil
 	}
@@ -258,9 +261,10 @@ func (q *products) done(r *rooms, most int) func(p *pass, x driver.Ptr, ld, rows
 	for _, o := range q.list {
 		plain = append(plain, o.Product)
 	}
-	q.s.products[most] = append(q.s.products[most], plain...)
+	x := operand{most, ld}
+	q.s.products[x] = append(q.s.products[x], plain...)
 	work := r.take(gemm.Bytes(most, plain))
-	return func(p *pass, x driver.Ptr, ld, rows int) error {
+	return func(p *pass, x driver.Ptr, rows int) error {
 		w := p.s.d.wide.gemm
 		for _, o := range q.list {
 			if o.Out = o.at; o.at == 0 {

@@ -31,6 +31,8 @@ func (s *step) wideMix(l *loader, op backend.Mix) func(*pass) error {
 	}
 	r := &rooms{s: s}
 	work := r.take(site.Bytes(s.program.Pass.Rows))
+	key := operand{s.program.Pass.Rows, width}
+	s.products[key] = append(s.products[key], site.Products()...)
 	in := s.injection(op.X, false)
 	x, injected, out := s.bufs[op.X.X], s.bufs[op.X.Inject], s.bufs[op.Out]
 	last := s.last(op)
@@ -86,7 +88,7 @@ func (s *step) widePLEJoin(l *loader, op backend.PLEJoin) func(*pass) error {
 	q := s.multiplies(l)
 	q.into(w.Key, key, width, 0, false)
 	q.into(w.Value, value, h, 0, false)
-	project := q.done(r, s.program.Pass.Rows)
+	project := q.done(r, s.program.Pass.Rows, wide)
 	gate := kernels.PleGateParams{
 		NormKey: l.vector(w.NormKey), NormQuery: l.vector(w.NormQuery), NormConv: l.vector(w.NormConv), H: uint32(h), S: uint32(width / h), Eps: float32(w.Eps),
 	}
@@ -122,7 +124,7 @@ func (s *step) widePLEJoin(l *loader, op backend.PLEJoin) func(*pass) error {
 				return err
 			}
 		}
-		if err := project(p, p.ptr(operand), wide, n); err != nil {
+		if err := project(p, p.ptr(operand), n); err != nil {
 			return err
 		}
 		g := gate
@@ -155,21 +157,23 @@ func (s *step) wideGDN(l *loader, op backend.GDN) func(*pass) error {
 		return nil
 	}
 	r := &rooms{s: s}
-	raw, z, a, b := r.rows(2*width), r.rows(2*vd), r.rows(2*w.ValueHeads), r.rows(2*w.ValueHeads)
+	ld := width + vd + 64                // the padding keeps rows from lying a power of two apart
+	second := (w.ValueHeads + 7) / 8 * 8 // column of b beside a
+	raw, ab := r.rows(2*ld), r.rows(4*second)
 	work := r.take(shape.Workspace(s.program.Pass.Rows))
 	q := s.multiplies(l)
-	q.into(w.Query, raw, width, 0, false)
-	q.into(w.Key, raw, width, kd, false)
-	q.into(w.Value, raw, width, 2*kd, false)
-	q.into(w.Z, z, vd, 0, false)
-	q.into(w.A, a, w.ValueHeads, 0, false)
-	q.into(w.B, b, w.ValueHeads, 0, false)
-	in := q.done(r, s.program.Pass.Rows)
+	q.into(w.Query, raw, ld, 0, false)
+	q.into(w.Key, raw, ld, kd, false)
+	q.into(w.Value, raw, ld, 2*kd, false)
+	q.into(w.Z, raw, ld, width, false)
+	q.into(w.A, ab, 2*second, 0, false)
+	q.into(w.B, ab, 2*second, second, false)
+	in := q.done(r, s.program.Pass.Rows, h)
 	o := s.multiplies(l)
 	o.to(w.Out, s.bufs[op.Out], w.Out.N)
-	out := o.done(r, s.program.Pass.Rows)
+	out := o.done(r, s.program.Pass.Rows, ld)
 	delta := chunk.Delta{
-		DeltaShape: shape, XLd: width, ZLd: vd, ALd: w.ValueHeads, OutLd: vd, Conv: l.vector(w.Conv), Alog: l.vector(w.ALog), Dt: l.vector(w.DtBias), Norm: l.vector(w.Norm),
+		DeltaShape: shape, XLd: ld, ZLd: ld, ALd: 2 * second, OutLd: ld, Conv: l.vector(w.Conv), Alog: l.vector(w.ALog), Dt: l.vector(w.DtBias), Norm: l.vector(w.Norm),
 		Eps: float32(w.Eps), HalfState: d.opt.BF16State,
 	}
 	if in == nil || out == nil || l.err != nil {
@@ -178,16 +182,17 @@ func (s *step) wideGDN(l *loader, op backend.GDN) func(*pass) error {
 	x := s.bufs[op.In]
 	return func(p *pass) error {
 		slot, n, _ := p.lane()
-		if err := in(p, x, h, n); err != nil {
+		if err := in(p, x, n); err != nil {
 			return err
 		}
 		q := delta
-		q.Rows, q.X, q.Z, q.A, q.B, q.Work = n, p.ptr(raw), p.ptr(z), p.ptr(a), p.ptr(b), p.ptr(work)
+		q.Rows, q.X, q.A, q.Work = n, p.ptr(raw), p.ptr(ab), p.ptr(work)
+		q.Z, q.B = q.X+driver.Ptr(2*width), q.A+driver.Ptr(2*second)
 		q.Out, q.Window, q.State = q.Z, p.place(op.Window, slot), p.place(op.Matrix, slot)
 		if err := d.wide.chunk.Delta(p.c, d.stream, &q); err != nil {
 			return err
 		}
-		return out(p, q.Out, vd, n)
+		return out(p, q.Out, n)
 	}
 }
 
@@ -202,28 +207,32 @@ func (s *step) wideQSA(l *loader, op backend.QSA) func(*pass) error {
 	}
 	kw, qw, iw := w.KVHeads*w.HeadDim, w.Heads*w.HeadDim, (w.IndexHeads+1)*w.IndexDim
 	r := &rooms{s: s}
-	key, value, index := r.rows(2*kw), r.rows(2*kw), r.rows(2*iw)
-	q := s.multiplies(l)
-	var qg, query, indexQuery, attended, work room
+	ld := 2 * kw
+	var query, indexQuery, attended, work room
 	if !op.AppendOnly {
-		qg, query, indexQuery, attended = r.rows(4*qw), r.rows(2*qw), r.rows(2*w.IndexHeads*w.IndexDim), r.rows(2*qw)
+		ld += 2 * qw
+		query, indexQuery, attended = r.rows(2*qw), r.rows(2*w.IndexHeads*w.IndexDim), r.rows(2*qw)
 		work = r.take(shape.Workspace(s.program.Pass.Rows, d.opt.Tokens))
-		q.into(w.QueryGate, qg, 2*qw, 0, false)
 	}
-	q.into(w.Key, key, kw, 0, false)
-	q.into(w.Value, value, kw, 0, false)
+	projected, index := r.rows(2*ld), r.rows(2*iw) // queries and gates, keys, values; index queries and key
+	q := s.multiplies(l)
+	if !op.AppendOnly {
+		q.into(w.QueryGate, projected, ld, 0, false)
+	}
+	q.into(w.Key, projected, ld, ld-2*kw, false)
+	q.into(w.Value, projected, ld, ld-kw, false)
 	q.into(w.Index, index, iw, 0, false)
-	in := q.done(r, s.program.Pass.Rows)
+	in := q.done(r, s.program.Pass.Rows, h)
 	prep := chunk.Prep{
-		AttentionShape: shape, KeyLd: kw, ValueLd: kw, IndexLd: iw, KeyNorm: l.vector(w.KeyNorm), IndexKeyNorm: l.vector(w.IndexKeyNorm),
+		AttentionShape: shape, KeyLd: ld, ValueLd: ld, IndexLd: iw, KeyNorm: l.vector(w.KeyNorm), IndexKeyNorm: l.vector(w.IndexKeyNorm),
 		Inverse: l.rotary(w.Rotary), Eps: float32(w.Eps), RowTable: s.rows,
 	}
-	out := func(*pass, driver.Ptr, int, int) error { return nil }
+	out := func(*pass, driver.Ptr, int) error { return nil }
 	if !op.AppendOnly {
-		prep.QgLd, prep.QueryNorm, prep.IndexQueryNorm = 2*qw, l.vector(w.QueryNorm), l.vector(w.IndexQueryNorm)
+		prep.QgLd, prep.QueryNorm, prep.IndexQueryNorm = ld, l.vector(w.QueryNorm), l.vector(w.IndexQueryNorm)
 		o := s.multiplies(l)
 		o.to(w.Out, s.bufs[op.Out], w.Out.N)
-		out = o.done(r, s.program.Pass.Rows)
+		out = o.done(r, s.program.Pass.Rows, qw)
 	}
 	if in == nil || out == nil || l.err != nil {
 		return nil
@@ -231,7 +240,7 @@ func (s *step) wideQSA(l *loader, op backend.QSA) func(*pass) error {
 	x := s.bufs[op.In]
 	return func(p *pass) error {
 		slot, n, base := p.lane()
-		if err := in(p, x, h, n); err != nil {
+		if err := in(p, x, n); err != nil {
 			return err
 		}
 		at := func(id backend.StateID) driver.Ptr { return d.states[id].at }
@@ -240,9 +249,10 @@ func (s *step) wideQSA(l *loader, op backend.QSA) func(*pass) error {
 			Keys: at(op.Keys), Values: at(op.Values), KeyScales: d.states[op.Keys].scales, ValueScales: d.states[op.Values].scales,
 			Raw: at(op.RawIndex), Positions: at(op.Positions), BlockKeys: at(op.IndexKeys), Pages: d.pagesOf(slot),
 		}
-		q.Rows, q.Base, q.Key, q.Value, q.Index = n, base, p.ptr(key), p.ptr(value), p.ptr(index)
+		q.Rows, q.Base, q.Index = n, base, p.ptr(index)
+		q.Key, q.Value = p.ptr(projected)+driver.Ptr(2*(ld-2*kw)), p.ptr(projected)+driver.Ptr(2*(ld-kw))
 		if !op.AppendOnly {
-			q.Qg, q.Q, q.Iq = p.ptr(qg), p.ptr(query), p.ptr(indexQuery)
+			q.Qg, q.Q, q.Iq = p.ptr(projected), p.ptr(query), p.ptr(indexQuery)
 		}
 		if err := d.wide.chunk.Prep(p.c, d.stream, &q); err != nil || op.AppendOnly {
 			return err
@@ -253,7 +263,7 @@ func (s *step) wideQSA(l *loader, op backend.QSA) func(*pass) error {
 		if err := p.attend(op, &attend); err != nil {
 			return err
 		}
-		return out(p, attend.Out, qw, n)
+		return out(p, attend.Out, n)
 	}
 }
 
@@ -364,10 +374,10 @@ func (s *step) wideMoE(l *loader, op backend.MoE) func(*pass) error {
 	q.into(w.SharedVector, sharedLogit, 1, 0, true)
 	q.into(w.SharedGate, both, 2*w.SharedInter, 0, true)
 	q.into(w.SharedUp, both, 2*w.SharedInter, w.SharedInter, true)
-	first := q.done(r, s.program.Pass.Rows)
+	first := q.done(r, s.program.Pass.Rows, h)
 	o := s.multiplies(l)
 	o.into(w.SharedDown, shared, h, 0, true)
-	second := o.done(r, s.program.Pass.Rows)
+	second := o.done(r, s.program.Pass.Rows, w.SharedInter)
 	if first == nil || second == nil || l.err != nil {
 		return nil
 	}
@@ -378,7 +388,7 @@ func (s *step) wideMoE(l *loader, op backend.MoE) func(*pass) error {
 	x, y := s.bufs[op.In], s.bufs[op.Out]
 	return func(p *pass) error {
 		g, n := d.wide.gemm, len(p.rows)
-		if err := first(p, x, h, n); err != nil {
+		if err := first(p, x, n); err != nil {
 			return err
 		}
 		if err := g.Route(p.c, d.stream, mix, p.ptr(logits), n, p.ptr(chosen), p.ptr(weight)); err != nil {
@@ -404,7 +414,7 @@ func (s *step) wideMoE(l *loader, op backend.MoE) func(*pass) error {
 		if err := g.Gate(p.c, d.stream, p.ptr(both), up, 2*w.SharedInter, w.SharedInter, n, p.ptr(hidden)); err != nil {
 			return err
 		}
-		if err := second(p, p.ptr(hidden), w.SharedInter, n); err != nil {
+		if err := second(p, p.ptr(hidden), n); err != nil {
 			return err
 		}
 		return g.Experts(p.c, d.stream, mix, x, n, p.ptr(chosen), p.ptr(weight), p.ptr(shared), p.ptr(sharedLogit), y, p.space(work))
@@ -423,7 +433,7 @@ func (s *step) wideStem(l *loader, op backend.Stem) func(*pass) error {
 	qe, qh := s.multiplies(l), s.multiplies(l)
 	qe.into(w.ProjEmbed, pe, h, 0, false)
 	qh.into(w.ProjHidden, ph, h, 0, false)
-	embedded, projected := qe.done(r, s.program.Pass.Rows), qh.done(r, s.program.Pass.Rows*streams)
+	embedded, projected := qe.done(r, s.program.Pass.Rows, h), qh.done(r, s.program.Pass.Rows*streams, h)
 	norm := kernels.StemParams{
 		Rows: s.rows, Lanes: s.lanes, NormEmbed: l.vector(w.NormEmbed), NormHidden: l.vector(w.NormHidden), W: l.matrix(w.Embed),
 		H: uint32(h), S: uint32(streams), Carry: uint32(d.opt.Carry), Eps: float32(w.Eps),
@@ -441,10 +451,10 @@ func (s *step) wideStem(l *loader, op backend.Stem) func(*pass) error {
 		if err := start(p, kernels.StemNorm, 2, n, 1, 0, &q); err != nil {
 			return err
 		}
-		if err := embedded(p, q.E, h, n); err != nil {
+		if err := embedded(p, q.E, n); err != nil {
 			return err
 		}
-		if err := projected(p, q.Hidden, h, n*streams); err != nil {
+		if err := projected(p, q.Hidden, n*streams); err != nil {
 			return err
 		}
 		add := kernels.StemAddParams{Hidden: p.ptr(ph), E: p.ptr(pe), X: x, H: uint32(h), S: uint32(streams), R: uint32(n)}

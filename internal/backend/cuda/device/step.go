@@ -36,7 +36,7 @@ type step struct {
 
 	few      *step // of a step for many rows: the same for few; nil otherwise
 	slow     []string
-	products map[int][]gemm.Product // by their most rows
+	products map[operand][]gemm.Product
 
 	distinct driver.Ptr // of each mixture: how many experts its rows chose last
 	mixtures int
@@ -141,7 +141,7 @@ func (s *step) free(c *driver.Context) (err error) {
 func (d *Device) newStep(p *backend.Program) *step {
 	s := &step{
 		d: d, program: p, pending: make([]backend.Buf, len(p.Bufs)), graphs: map[shape]*graph{}, other: map[backend.Buf]driver.Ptr{},
-		products: map[int][]gemm.Product{},
+		products: map[operand][]gemm.Product{},
 	}
 	s.pass.s = s
 	return s

@@ -26,8 +26,11 @@ type Bank struct {
 	Layout   Layout
 }
 
-// fewPairs is the most rows of an expert, on average, that go in small items.
-const fewPairs = 40
+// The most rows of an expert, on average, that go in small and in middling items: measured (docs/ladders.md).
+const (
+	fewPairs  = 35
+	somePairs = 98
+)
 
 // Mixture is a mixture of experts without its router and its shared expert.
 type Mixture struct {
@@ -136,9 +139,12 @@ func (s *Set) Experts(c *driver.Context, st driver.Stream, m Mixture, x driver.P
 		// the results come when the panels have been used
 		order, q.Ordered, q.Row, q.Align = kernels.Panel, y, 0, kernels.WideAlign
 		upGroup, downGroup = 2, 5 // long enough to hide a block's beginning, short enough for the last blocks to be few
-		if rows*m.TopK <= fewPairs*m.Experts {
+		switch pairs := rows * m.TopK; {
+		case pairs <= fewPairs*m.Experts:
 			up, down, q.Tile, q.Unit = kernels.ExpertUpFew, kernels.ExpertDownFew, kernels.FewRows, kernels.WideAlign
-		} else {
+		case pairs <= somePairs*m.Experts:
+			up, down, q.Tile, q.Unit = kernels.ExpertUpSome, kernels.ExpertDownSome, kernels.SomeRows, 16
+		default:
 			up, down, q.Tile = kernels.ExpertUpMany, kernels.ExpertDownMany, kernels.WideRows
 		}
 		shmem = kernels.WideShared(int(q.Tile))

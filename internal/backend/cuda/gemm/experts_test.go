@@ -171,7 +171,7 @@ func TestExperts(t *testing.T) {
 			up, down         Layout
 			rows             []int
 		}{
-			{8, 2, 128, 128, Tiles16, Tiles8, []int{1, 2, 9, 300, 1000}},
+			{8, 2, 128, 128, Tiles16, Tiles8, []int{1, 2, 9, 150, 220, 300, 1000}},
 			{8, 2, 128, 128, Tiles16, Tiles8, []int{5, 400}},
 			{16, 4, 256, 64, Stored, Stored, []int{1, 33, 700}},
 			{8, 2, 128, 64, Plain16, Plain16, []int{3, 200}},

@@ -304,22 +304,20 @@ func (s *Set) own(c *driver.Context, st driver.Stream, x driver.Ptr, xLd, rows i
 	return launch(s, c, st, kernels.DenseSum, s.flat(uint64(rows)*uint64(p.W.N)), 0, &sum)
 }
 
-// Prepare has the library choose its algorithms for these products of rows without gaps now, so that no prompt waits for it.
-func (s *Set) Prepare(rows []int, products []Product) {
+// Prepare has the library choose its algorithms for these products of rows rows, xLd values apart, now, so that no prompt waits for it.
+func (s *Set) Prepare(rows, xLd int, products []Product) {
 	if s.lib == nil {
 		return
 	}
 	for _, p := range products {
-		for _, m := range rows {
-			if !s.suits(p, m) {
-				continue
-			}
-			key := planKey{rows: m, n: p.W.N, k: p.W.K, xLd: p.W.K, outLd: p.OutLd, f32: p.OutF32}
-			if p.Epilogue != Plain || p.factor() != 1 {
-				key.outLd, key.f32 = p.W.N, true
-			}
-			s.lib.plan(key, false)
+		if !s.suits(p, rows) {
+			continue
 		}
+		key := planKey{rows: rows, n: p.W.N, k: p.W.K, xLd: xLd, outLd: p.OutLd, f32: p.OutF32}
+		if p.Epilogue != Plain || p.factor() != 1 {
+			key.outLd, key.f32 = p.W.N, true
+		}
+		s.lib.plan(key, false)
 	}
 }
 

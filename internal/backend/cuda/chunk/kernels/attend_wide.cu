@@ -55,18 +55,20 @@ DEVICE void NAME_V(float (&d)[128], const uint32_t (&a)[4], uint64_t b) { \
 WIDE(wide_scores, wide_values, "bf16")
 WIDE(half_scores, half_values, "f16")
 
-// Values are held times this in FP16: the scales of rows whose largest is below 0.007 lose bits, and none may be above 16,000.
-static constexpr float kValueScale = 4.0f;
+// Values in FP16 are held in units of a power of two: the one in the largest of their scales so far, over 2^kRoom, so that codes times scales stay below
+// 65,504. Bits are lost by values a million times smaller than the largest before them. Powers are exponents of FP32 where they stand, at least kLeast.
+static constexpr uint32_t kRoom = 6u << 23, kLeast = 16u << 23, kOne = 127u << 23;
 
 template <bool F8>
 DEVICE void attend_for(const AttendParams& p) {
   __shared__ __align__(8) uint64_t barriers[8];  // keys are there, have been used; values: two stages each
   __shared__ uint32_t words[4][16];              // block, and above kMaskShift which rows see it
   __shared__ __align__(16) float key_scales[F8 ? 4 : 1][64];
+  __shared__ uint32_t units[4];                  // of values
   const uint32_t query = shared_at(dynamic), key = query + 8 * kPart, value = key + 8 * kPart, bars = shared_at(barriers);
   const uint32_t tile = gridDim.x - 1 - blockIdx.x, kvh = blockIdx.y, t = threadIdx.x % 128, who = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = t / 32, lane = t % 32;  // long tiles first
   const uint32_t group = p.heads / p.kv, first = tile * p.tile, rows = min(p.tile, p.rows - first);
-  if (threadIdx.x < 8) barrier_init(bars + threadIdx.x * 8, threadIdx.x % 4 >= 2 ? 8 : threadIdx.x < 4 ? 129 : 128);
+  if (threadIdx.x < 8) barrier_init(bars + threadIdx.x * 8, threadIdx.x % 4 >= 2 ? 8 * kWarp : threadIdx.x < 4 ? 128 + kWarp : 128);
   asm volatile("fence.proxy.async;" ::: "memory");
   __syncthreads();
   pdl();
@@ -89,8 +91,8 @@ DEVICE void attend_for(const AttendParams& p) {
     if constexpr (F8) {
       // Keys and values in turn, a unit each: codes of one are on their way while those of another are converted, by the lane that asked for them.
       uint32_t word, row;
-      float scales[2][2];  // of the last two units: tokens lane and lane + 32
-      auto ask = [&](uint32_t unit, float (&scale)[2]) {
+      float scales[2], next[2], now[2];  // of keys, of the values that go with them, of values that are converted: tokens lane and lane + 32
+      auto ask = [&](uint32_t unit) {
         const uint32_t raw = value + 8 * kPart + (unit & 1) * (4 * kPart / 2) + t * 16;
         if (unit < 2 * steps) {
           const bool values = unit & 1;
@@ -101,24 +103,32 @@ DEVICE void attend_for(const AttendParams& p) {
             const uint32_t w = __shfl_sync(~0u, word, 2 * i + warp / 2), r = __shfl_sync(~0u, row, 2 * i + warp / 2) + t / 16 % 4;
             copy16(raw + i * 2048, from + ((uint64_t)r * p.kv + kvh) * 256, w >> kMaskShift != 0 && (w & kIdMask) * 4 + t / 16 % 4 <= last);
           }
+          if (!values) {
 #pragma unroll
-          for (uint32_t i = 0; i < 2; i++) {
-            const uint32_t w = __shfl_sync(~0u, word, 8 * i + lane / 4), r = __shfl_sync(~0u, row, 8 * i + lane / 4) + lane % 4;
-            const bool there = w >> kMaskShift != 0 && (w & kIdMask) * 4 + lane % 4 <= last;
-            scale[i] = there ? from_bf16((values ? p.value_scales : p.key_scales)[(uint64_t)r * p.kv + kvh]) : 0.0f;
+            for (uint32_t i = 0; i < 2; i++) {
+              const uint32_t w = __shfl_sync(~0u, word, 8 * i + lane / 4), r = __shfl_sync(~0u, row, 8 * i + lane / 4) + lane % 4;
+              const bool there = w >> kMaskShift != 0 && (w & kIdMask) * 4 + lane % 4 <= last;
+              const uint64_t at = (uint64_t)r * p.kv + kvh;
+              scales[i] = there ? from_bf16(p.key_scales[at]) : 0.0f, next[i] = there ? from_bf16(p.value_scales[at]) : 0.0f;
+            }
           }
         }
         copies_commit();
       };
-      ask(0, scales[0]);
-      uint32_t words_now = word;
-      ask(1, scales[1]);
+      ask(0);
+      uint32_t words_now = word, largest = kLeast;
+      ask(1);
       for (uint32_t unit = 0; unit < 2 * steps; unit += 2) {
 #pragma unroll
         for (uint32_t v = 0; v < 2; v++) {
           const uint32_t step = unit / 2, s = step & 1, to = (v ? value : key) + s * 4 * kPart, raw = value + 8 * kPart + v * (4 * kPart / 2) + t * 16;
           copies_wait<1>();
           if (step > 1) barrier_wait((v ? free_v : free_k) + s * 8, (step / 2 - 1) & 1);
+          if (!v) {
+            largest = max(largest, __reduce_max_sync(~0u, __float_as_uint(fmaxf(next[0], next[1])) & 0x7f800000u));
+            const float power = __uint_as_float(2 * kOne + kRoom - largest);
+            now[0] = next[0] * power, now[1] = next[1] * power;
+          }
 #pragma unroll 2
           for (uint32_t i = 0; i < 8; i++) {
             uint32_t c[4], h[8];
@@ -128,7 +138,7 @@ DEVICE void attend_for(const AttendParams& p) {
               asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}" : "=r"(h[2 * j]), "=r"(h[2 * j + 1]) : "r"(c[j]));
             if (v) {
               const uint32_t row = i * 8 + t / 16;
-              const __half2 f = __float2half2_rn(__shfl_sync(~0u, i < 4 ? scales[1][0] : scales[1][1], row % 32) * kValueScale);
+              const __half2 f = __float2half2_rn(__shfl_sync(~0u, i < 4 ? now[0] : now[1], row % 32));
 #pragma unroll
               for (int j = 0; j < 8; j++) {
                 const __half2 x = __hmul2(*(const __half2*)&h[j], f);
@@ -141,13 +151,14 @@ DEVICE void attend_for(const AttendParams& p) {
           }
           if (!v && warp == 0) {
             if (lane < 16) words[step & 3][lane] = words_now;
-            key_scales[step & 3][lane] = scales[0][0], key_scales[step & 3][lane + 32] = scales[0][1];
+            key_scales[step & 3][lane] = scales[0], key_scales[step & 3][lane + 32] = scales[1];
+            if (lane == 0) units[step & 3] = largest;
             __syncwarp();
-            if (lane == 0) asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(full_k + s * 8) : "memory");
+            warp_arrives(full_k + s * 8, lane);
           }
           asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
           asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"((v ? full_v : full_k) + s * 8) : "memory");
-          ask(unit + v + 2, scales[v]);
+          ask(unit + v + 2);
           if (!v) words_now = word;
         }
       }
@@ -171,7 +182,7 @@ DEVICE void attend_for(const AttendParams& p) {
       if (warp == 0) {
         if (lane < 16) words[step & 3][lane] = word;
         __syncwarp();
-        if (lane == 0) asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(full_k + s * 8) : "memory");
+        warp_arrives(full_k + s * 8, lane);
       }
       fetch(key + s * 4 * kPart, p.keys, word, row);
       barrier_copies(full_k + s * 8);
@@ -235,7 +246,7 @@ DEVICE void attend_for(const AttendParams& p) {
   // Makes weights of scores, in their place; old is what earlier sums are to be multiplied by.
   auto soften = [&](uint32_t step) {
     held(s);
-    if (lane == 0) asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(free_k + (step & 1) * 8) : "memory");
+    warp_arrives(free_k + (step & 1) * 8, lane);
     const uint32_t* const word = words[step & 3];
     if constexpr (F8) {
 #pragma unroll
@@ -303,7 +314,7 @@ DEVICE void attend_for(const AttendParams& p) {
   auto added = [&](uint32_t step) {
     wide_wait<0>();
     held(acc);
-    if (lane == 0) asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(free_v + (step & 1) * 8) : "memory");
+    warp_arrives(free_v + (step & 1) * 8, lane);
   };
   score(0);
   wide_wait<0>();
@@ -316,6 +327,12 @@ DEVICE void attend_for(const AttendParams& p) {
     wide_wait<1>();
     soften(step + 1);
     added(step);
+    if constexpr (F8) {
+      if (const uint32_t grown = units[(step + 1) & 3] - units[step & 3]) {
+        const float less = grown < kOne ? __uint_as_float(kOne - grown) : 0.0f;
+        old[0] *= less, old[1] *= less;
+      }
+    }
     if (__any_sync(~0u, old[0] != 1.0f || old[1] != 1.0f)) {
 #pragma unroll
       for (int i = 0; i < 128; i++) acc[i] *= old[i / 2 % 2];
@@ -326,7 +343,7 @@ DEVICE void attend_for(const AttendParams& p) {
   added(steps - 1);
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    const float inverse = (F8 ? 1.0f / kValueScale : 1.0f) / quad_sum(sum[i]);
+    const float inverse = (F8 ? __uint_as_float(units[(steps - 1) & 3] - kRoom) : 1.0f) / quad_sum(sum[i]);
     if (!bit[i]) continue;
     const uint32_t r = warp * 16 + i * 8 + g;
     const uint64_t row = first + from + r / group, head = kvh * group + r % group;

@@ -101,6 +101,16 @@ DEVICE void barrier_init(uint32_t at, uint32_t count) { asm volatile("mbarrier.i
 DEVICE void barrier_expect(uint32_t at, uint32_t bytes) { asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory"); }
 // This thread's arrival, once its copies so far have landed.
 DEVICE void barrier_copies(uint32_t at) { asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(at) : "memory"); }
+// A warp's arrival at a barrier: one lane's, for what all have done before they met. compute-sanitizer's racecheck takes a barrier to order only those
+// threads that arrive at it, so that it wants code compiled with -DNINFER_CHECKED.
+#ifdef NINFER_CHECKED
+static constexpr uint32_t kWarp = 32;
+#else
+static constexpr uint32_t kWarp = 1;
+#endif
+DEVICE void warp_arrives(uint32_t bar, uint32_t lane) {
+  if (kWarp > 1 || lane == 0) asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(bar) : "memory");
+}
 DEVICE void barrier_wait(uint32_t at, uint32_t parity) {
   asm volatile("{.reg .pred done; again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1; @done bra over; bra again; over:}" ::"r"(at), "r"(parity) : "memory");
 }

@@ -93,7 +93,7 @@ NINFER_KERNEL(delta_pair, DeltaRunParams, kPair, 1) {
   const uint32_t t = threadIdx.x, warp = t / 32 % 4, lane = t % 32, stages = shared_at(dynamic), full = shared_at(barriers), used = full + 32;
   const Place at(p);
   Exchange& x = ((Exchange*)(dynamic + p.stages * kStage))[warp];
-  if (t < p.stages) barrier_init(full + t * 8, 128 + 1), barrier_init(used + t * 8, 8);
+  if (t < p.stages) barrier_init(full + t * 8, 128 + 1), barrier_init(used + t * 8, 8 * kWarp);
   asm volatile("fence.proxy.async;" ::: "memory");
   __syncthreads();
   pdl();
@@ -137,7 +137,7 @@ NINFER_KERNEL(delta_pair, DeltaRunParams, kPair, 1) {
       decayed(O, decay, uS, sV, lane);
       lower(O, B, scores, lane);
       __syncwarp();
-      if (lane == 0) asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(used + s * 8) : "memory");
+      warp_arrives(used + s * 8, lane);
       write(p, at, O, uV, chunk, warp, lane);
     }
     return;
@@ -186,7 +186,7 @@ NINFER_KERNEL(delta_pair, DeltaRunParams, kPair, 1) {
     meet(5 + warp);
     forward(S, D, keys, decay[kChunk - 1], sV, uV, lane);
     __syncwarp();
-    if (lane == 0) asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(used + s * 8) : "memory");
+    warp_arrives(used + s * 8, lane);
   }
   state<true>(p, at, S, warp, lane);
 }

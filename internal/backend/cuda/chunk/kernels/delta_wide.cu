@@ -88,7 +88,7 @@ static_assert(sizeof(WideShared) == 226816, "delta.go reserves it");
 
 DEVICE void arrive(uint32_t bar, uint32_t lane) {  // a warp's
   __syncwarp();
-  if (lane == 0) asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(bar) : "memory");
+  warp_arrives(bar, lane);
 }
 
 // One thread fetches a chunk's tiles.
@@ -126,7 +126,7 @@ NINFER_KERNEL(delta_wide, DeltaRunParams, kWideRun, 1) {
   const Place at(p);
   // Of a stage: it is there, has been used. Of operands from the state, of corrections, of values: they are there, have been read.
   const uint32_t full = shared_at(barriers), used = full + 24, full_a = full + 48, free_a = full + 56, full_b = full + 64, free_b = full + 72, full_v = full + 80, free_v = full + 96;
-  if (threadIdx.x < 14) barrier_init(full + threadIdx.x * 8, threadIdx.x < 3 ? 1 : threadIdx.x < 6 ? 8 : 4);
+  if (threadIdx.x < 14) barrier_init(full + threadIdx.x * 8, threadIdx.x < 3 ? 1 : (threadIdx.x < 6 ? 8 : 4) * kWarp);
   asm volatile("fence.proxy.async;" ::: "memory");
   __syncthreads();
   pdl();

@@ -22,7 +22,8 @@ const (
 	TileK     = 64
 	stages    = 3
 	WideRows  = 192  // activation rows of a tile of packed experts on sm_90
-	FewRows   = 40   // the same where experts get few
+	SomeRows  = 96   // the same where experts get fewer
+	FewRows   = 40   // and where they get few
 	WideAlign = 8    // where the pairs of an expert begin in panels
 	RunRows   = 256  // activation rows of a run of the counting sort
 	SmallRows = 1024 // rows that sort_small does
@@ -36,10 +37,10 @@ func TileShared(rows int) uint32 { return uint32(stages * (rows + TileCols) * 2 
 // SortShared is the shared memory of sort_small, in bytes.
 const SortShared = SmallRows/32*MaxExpert*6 + 4*MaxExpert
 
-// WideShared is the shared memory of a block of packed experts on sm_90 with items of up to rows rows: WideRows or FewRows.
+// WideShared is the shared memory of a block of packed experts on sm_90 with items of up to rows rows: WideRows, SomeRows or FewRows.
 func WideShared(rows int) uint32 {
 	stages, ring := 6, 3
-	if rows == FewRows {
+	if rows < WideRows {
 		stages, ring = 4, 4
 	}
 	return uint32(stages*rows*2*TileK + 8*ring*1152 + rows*2*TileCols + 128)

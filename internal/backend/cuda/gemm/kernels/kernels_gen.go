@@ -45,6 +45,8 @@ const (
 	Sizes                      // SizesParams
 	ExpertUpFew                // GroupParams
 	ExpertDownFew              // GroupParams
+	ExpertUpSome               // GroupParams
+	ExpertDownSome             // GroupParams
 	ExpertUpMany               // GroupParams
 	ExpertDownMany             // GroupParams
 	Panel                      // SortParams
@@ -88,6 +90,8 @@ var table = code.Table[ID]{
 		{Name: "sizes", Source: "sizes", Threads: 32},
 		{Name: "expert_up_few", Source: "wide", Threads: 256},
 		{Name: "expert_down_few", Source: "wide", Threads: 256},
+		{Name: "expert_up_some", Source: "wide", Threads: 256},
+		{Name: "expert_down_some", Source: "wide", Threads: 256},
 		{Name: "expert_up_many", Source: "wide", Threads: 256},
 		{Name: "expert_down_many", Source: "wide", Threads: 256},
 		{Name: "panel", Source: "wide", Threads: 256},

@@ -5,7 +5,7 @@
 //   expert_up_*    h = silu(g) u, in panels again
 //   expert_down_*  y, BF16 [pairs][H]
 //
-// few: items of up to 40 rows, three blocks an SM; many: up to 192, one. A block does `group` times 128 stored rows.
+// few: items of up to 40 rows, three blocks an SM; some: up to 96, two; many: up to 192, one. A block does `group` times 128 stored rows.
 #include "wide.cuh"
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -63,11 +63,20 @@ NINFER_DEVICE void wide(const GroupParams& p) {
   if (index >= *p.item_count) return;
   const Item item = p.items[index];
   const uint32_t count = min(p.group, p.tiles - first);
-  if constexpr (Wide<ROWS>::kFew) {
+  if constexpr (ROWS == 40) {
     switch ((item.rows + 15) / 16) {
       case 1: multiply<Bank, UP, 16, ROWS>(p, item, first, count); break;
       case 2: multiply<Bank, UP, 32, ROWS>(p, item, first, count); break;
       default: multiply<Bank, UP, 40, ROWS>(p, item, first, count);
+    }
+  } else if constexpr (ROWS == 96) {
+    switch ((item.rows + 15) / 16) {
+      case 1:
+      case 2: multiply<Bank, UP, 32, ROWS>(p, item, first, count); break;
+      case 3: multiply<Bank, UP, 48, ROWS>(p, item, first, count); break;
+      case 4: multiply<Bank, UP, 64, ROWS>(p, item, first, count); break;
+      case 5: multiply<Bank, UP, 80, ROWS>(p, item, first, count); break;
+      default: multiply<Bank, UP, 96, ROWS>(p, item, first, count);
     }
   } else {
     switch ((item.rows + 31) / 32) {
@@ -93,6 +102,8 @@ NINFER_DEVICE void wide(const GroupParams& p) {
 
 NINFER_KERNEL(expert_up_few, GroupParams, 256, 3) { wide<Tiles16, true, 40>(p); }
 NINFER_KERNEL(expert_down_few, GroupParams, 256, 3) { wide<Tiles8, false, 40>(p); }
+NINFER_KERNEL(expert_up_some, GroupParams, 256, 2) { wide<Tiles16, true, 96>(p); }
+NINFER_KERNEL(expert_down_some, GroupParams, 256, 2) { wide<Tiles8, false, 96>(p); }
 NINFER_KERNEL(expert_up_many, GroupParams, 256, 1) { wide<Tiles16, true, 192>(p); }
 NINFER_KERNEL(expert_down_many, GroupParams, 256, 1) { wide<Tiles8, false, 192>(p); }
 

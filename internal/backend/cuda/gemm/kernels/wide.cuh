@@ -18,7 +18,7 @@
 // results, barriers (full and empty of every stage, one that nobody waits for).
 template <int ROWS>
 struct Wide {
-  static constexpr bool kFew = ROWS == 40;
+  static constexpr bool kFew = ROWS <= 96;
   static constexpr uint32_t kActs = kFew ? 4 : 6, kLag = kFew ? 1 : 3;  // stages; how many steps after its use one is filled again
   static constexpr uint32_t kRing = kFew ? 4 : 3, kAct = ROWS * 128, kPiece = 1152;
   static constexpr uint32_t kCodes = kActs * kAct, kOut = kCodes + 8 * kRing * kPiece, kBars = kOut + ROWS * 256;
@@ -72,6 +72,16 @@ NINFER_DEVICE void wgmma_rs<40>(float (&d)[5][4], const uint32_t* a, uint32_t b)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
 }
 template <>
+NINFER_DEVICE void wgmma_rs<48>(float (&d)[6][4], const uint32_t* a, uint32_t b) {
+  asm volatile(
+      "{.reg .b64 b; mov.b64 b, {%28, 0x40000040};\n"
+      "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {"
+      "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23"
+      "}, {%24,%25,%26,%27}, b, 1, 1, 1, 0;}"
+      : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
+}
+template <>
 NINFER_DEVICE void wgmma_rs<64>(float (&d)[8][4], const uint32_t* a, uint32_t b) {
   asm volatile(
       "{.reg .b64 b; mov.b64 b, {%36, 0x40000040};\n"
@@ -79,6 +89,17 @@ NINFER_DEVICE void wgmma_rs<64>(float (&d)[8][4], const uint32_t* a, uint32_t b)
       "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
       "}, {%32,%33,%34,%35}, b, 1, 1, 1, 0;}"
       : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
+}
+template <>
+NINFER_DEVICE void wgmma_rs<80>(float (&d)[10][4], const uint32_t* a, uint32_t b) {
+  asm volatile(
+      "{.reg .b64 b; mov.b64 b, {%44, 0x40000040};\n"
+      "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {"
+      "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+      "%32,%33,%34,%35,%36,%37,%38,%39"
+      "}, {%40,%41,%42,%43}, b, 1, 1, 1, 0;}"
+      : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7), D4(8), D4(9)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
 }
 template <>
@@ -260,7 +281,7 @@ NINFER_DEVICE void wide_run(const GroupParams& p, const Item& item, uint32_t fir
   copy_wait<0>();
 }
 
-// The same of few rows, three blocks an SM: what one of them waits for the others hide, so that a step needs one fragment and 80 registers do. Rings
+// The same of few rows, two or three blocks an SM: what one of them waits for the others hide, so that a step needs one fragment. Rings
 // have four places, and the main loop goes around the stages once, so that addresses are constants.
 template <class Bank, int N, int ROWS, class Finish>
 NINFER_DEVICE void few_run(const GroupParams& p, const Item& item, uint32_t first, uint32_t count, Finish finish) {
