@@ -252,6 +252,7 @@ func (s *step) prepareGDN(c *driver.Context, op backend.GDN) (func(*pass) error,
 		part(l.matrix(w.Value), raw+driver.Ptr(4*kd), width, 0, 0), part(l.matrix(w.Z), z, vd, 0, 0),
 		part(l.matrix(w.A), a, w.ValueHeads, 0, 0), part(l.matrix(w.B), b, w.ValueHeads, 0, 0),
 	}
+	s.inputs(parts)
 	out := part(l.matrix(w.Out), s.bufs[op.Out], w.Out.N, 0, 0)
 	conv := kernels.ConvParams{
 		Lanes: s.lanes, X: raw, W: l.vector(w.Conv), Window: d.states[op.Window].at, Records: d.states[op.Window].records, Out: convolved,
@@ -379,6 +380,7 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 	prep.Qg, prep.QNorm, prep.IqNorm = l.rows("query and gate", 4*qw), l.vector(w.QueryNorm), l.vector(w.IndexQueryNorm)
 	prep.Q, prep.Iq = l.rows("query", 2*qw), l.rows("index query", 2*w.IndexHeads*w.IndexDim)
 	parts = append(parts, part(l.matrix(w.QueryGate), prep.Qg, 2*qw, 0, 0))
+	s.inputs(parts)
 	score := kernels.ScoreParams{
 		Rows: s.rows, Iq: prep.Iq, Pages: prep.Pages, PagesLd: prep.PagesLd, Scores: l.rows("scores", 4*max(blocks, 1)),
 		Ih: prep.Ih, Id: prep.Id, Ratio: prep.Ratio, Blocks: uint32(blocks), Most: uint32(w.Blocks),

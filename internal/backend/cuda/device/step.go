@@ -38,7 +38,8 @@ type step struct {
 	slow     []string
 	products map[operand][]gemm.Product
 
-	distinct driver.Ptr // of each mixture: how many experts its rows chose last
+	ahead    [][]kernels.Part // of each mixer: what its input is multiplied with
+	distinct driver.Ptr       // of each mixture: how many experts its rows chose last
 	mixtures int
 
 	// The control block: the launch's number, rows, lanes, wanted rows. control is its pinned twin, which the first kernel of a launch copies.

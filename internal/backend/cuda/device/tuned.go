@@ -48,18 +48,16 @@ func tunedMatrix(m plain.Mat) (stored, bool) {
 	return s, s.w%16 == 0 && m.Rows > 0
 }
 
-// tunedGemv multiplies up to eight BF16 rows of x if the tuned kernels can; ok says whether they could.
-func (p *pass) tunedGemv(x driver.Ptr, ld, rows int, parts []plain.Part) (ok bool, err error) {
-	d := p.s.d
+// streams plans the product of up to eight BF16 rows on the tuned kernels, if they can do it.
+func (d *Device) streams(ld, rows int, parts []plain.Part) (format kernels.Format, plan kernels.Plan, g kernels.GemvParams, ok bool) {
 	if d.tuned == nil || len(parts) == 0 || uint32(ld) != parts[0].M.K {
-		return false, nil
+		return format, plan, g, false
 	}
 	var own, rest []kernels.Part
-	format := kernels.FormatBF16
 	for _, q := range parts {
 		s, fits := tunedMatrix(q.M)
 		if !fits || q.Flags&^plain.PartF32 != 0 {
-			return false, nil
+			return format, plan, g, false
 		}
 		t := kernels.Part{W: s.w, Scale: s.scale, Out: q.Out, Rows: q.M.Rows, OutLd: q.OutLd, Flags: s.flags}
 		if q.Flags&plain.PartF32 != 0 {
@@ -69,7 +67,7 @@ func (p *pass) tunedGemv(x driver.Ptr, ld, rows int, parts []plain.Part) (ok boo
 		case s.format == kernels.FormatBF16:
 			rest = append(rest, t)
 		case len(own) > 0 && s.format != format:
-			return false, nil
+			return format, plan, g, false
 		default:
 			format = s.format
 			own = append(own, t)
@@ -80,11 +78,39 @@ func (p *pass) tunedGemv(x driver.Ptr, ld, rows int, parts []plain.Part) (ok boo
 		from = len(rest)
 	}
 	plan, g, err := d.tuned.Limits.Gemv(format, uint32(rows), parts[0].M.K, append(own, rest...), from, kernels.Tuning{})
-	if err != nil {
+	return format, plan, g, err == nil
+}
+
+// tunedGemv multiplies up to eight BF16 rows of x if the tuned kernels can; ok says whether they could.
+func (p *pass) tunedGemv(x driver.Ptr, ld, rows int, parts []plain.Part) (ok bool, err error) {
+	_, plan, g, ok := p.s.d.streams(ld, rows, parts)
+	if !ok {
 		return false, nil
 	}
 	g.X, g.XLd = x, uint32(ld)
 	return true, tunedRun(p, plan, &g)
+}
+
+// aheadBytes is what is brought into L2 of each block's share of the next matrix.
+const aheadBytes = 64 << 10
+
+// inputs notes the matrices that a mixer's input is multiplied with first: those of the mixture before may bring some of them into L2.
+func (s *step) inputs(parts []plain.Part) { s.ahead = append(s.ahead, parts) }
+
+// aheadOf is what a kernel brings into L2 of the inputs of the n-th mixer, for so many rows: no more than half of it.
+func (s *step) aheadOf(n, rows int) kernels.Ahead {
+	if n >= len(s.ahead) {
+		return kernels.Ahead{}
+	}
+	format, _, g, ok := s.d.streams(int(s.ahead[n][0].M.K), rows, s.ahead[n])
+	if !ok {
+		return kernels.Ahead{}
+	}
+	a := g.Ahead(format, aheadBytes)
+	if uint64(a.N)*uint64(a.Bytes) > uint64(s.d.owner.Device().L2/2) {
+		return kernels.Ahead{}
+	}
+	return a
 }
 
 // tunedBest finds the best row of a head for each of n rows of x without writing logits.
@@ -377,6 +403,7 @@ func (s *step) tunedMoE(l *loader, op backend.MoE) func(*pass) error {
 	}
 	distinct := s.distinct + driver.Ptr(4*s.mixtures)
 	s.mixtures++
+	later := len(s.ahead)
 	return func(p *pass) error {
 		for r := 0; r < len(p.rows); r += kernels.MaxRows {
 			at := driver.Ptr(r)
@@ -387,6 +414,7 @@ func (s *step) tunedMoE(l *loader, op backend.MoE) func(*pass) error {
 			q.r.X, q.r.Router, q.r.RouterScale, q.r.Gate, q.r.GateScale = x, router.w, router.scale, gate.w, gate.scale
 			q.r.Up, q.r.UpScale, q.r.Shared, q.r.Logits, q.r.Hidden, q.r.SharedLogit = up.w, up.scale, vector.w, lg, sh, sl
 			q.r.ScaleF32 = router.flags & kernels.PartScaleF32 / kernels.PartScaleF32
+			q.r.Ahead = s.aheadOf(later, int(q.r.R))
 			q.u.X, q.u.Logits, q.u.Bank, q.u.Divisor, q.u.Hidden = x, lg, upBank.tiles, upBank.divisors, hid
 			q.u.Distinct = distinct
 			q.d.Logits, q.d.Hidden, q.d.Bank, q.d.Divisor, q.d.SharedW = lg, hid, downBank.tiles, downBank.divisors, down.w

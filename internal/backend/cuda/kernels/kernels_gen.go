@@ -194,6 +194,15 @@ type HcUpParams struct {
 	Reserved uint32
 }
 
+// Ahead mirrors the struct of that name in params.h.
+type Ahead struct {
+	At    [2]driver.Ptr
+	Bytes uint32
+	Pitch uint32
+	First uint32
+	N     uint32
+}
+
 // RouterParams mirrors the struct of that name in params.h.
 type RouterParams struct {
 	X           driver.Ptr
@@ -207,6 +216,7 @@ type RouterParams struct {
 	Logits      driver.Ptr
 	Hidden      driver.Ptr
 	SharedLogit driver.Ptr
+	Ahead       Ahead
 	R           uint32
 	XLd         uint32
 	K           uint32
@@ -383,6 +393,12 @@ var layout = []uintptr{
 	unsafe.Offsetof(HcUpParams{}.ScaleF32),
 	unsafe.Offsetof(HcUpParams{}.Trigger),
 	unsafe.Offsetof(HcUpParams{}.Reserved),
+	unsafe.Sizeof(Ahead{}),
+	unsafe.Offsetof(Ahead{}.At),
+	unsafe.Offsetof(Ahead{}.Bytes),
+	unsafe.Offsetof(Ahead{}.Pitch),
+	unsafe.Offsetof(Ahead{}.First),
+	unsafe.Offsetof(Ahead{}.N),
 	unsafe.Sizeof(RouterParams{}),
 	unsafe.Offsetof(RouterParams{}.X),
 	unsafe.Offsetof(RouterParams{}.Router),
@@ -395,6 +411,7 @@ var layout = []uintptr{
 	unsafe.Offsetof(RouterParams{}.Logits),
 	unsafe.Offsetof(RouterParams{}.Hidden),
 	unsafe.Offsetof(RouterParams{}.SharedLogit),
+	unsafe.Offsetof(RouterParams{}.Ahead),
 	unsafe.Offsetof(RouterParams{}.R),
 	unsafe.Offsetof(RouterParams{}.XLd),
 	unsafe.Offsetof(RouterParams{}.K),

@@ -76,6 +76,13 @@ struct HcUpParams {
   uint32_t trigger, reserved;
 };
 
+// What a kernel brings into L2 for a later one, while memory has little to do: n pieces of bytes, pitch apart, the first so many from at[0] on and
+// the others from at[1] on. bytes is a multiple of 16.
+struct Ahead {
+  const void* at[2];
+  uint32_t bytes, pitch, first, n;
+};
+
 struct RouterParams {
   const __nv_bfloat16* x;        // [R][x_ld]
   const void* router;            // [E][K]
@@ -88,6 +95,7 @@ struct RouterParams {
   float* logits;                 // [R][E]
   __nv_bfloat16* hidden;         // [R][I] silu(gate x) * (up x)
   float* shared_logit;           // [R]
+  Ahead ahead;                   // of the next layer's first matrix
   uint32_t r, x_ld, k, experts, inner, scale_f32;
   uint32_t trigger, reserved;
 };

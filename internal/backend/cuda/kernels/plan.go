@@ -1,6 +1,12 @@
 package kernels
 
-import "fmt"
+import (
+	"cmp"
+	"fmt"
+	"slices"
+
+	"ninfer/internal/backend/cuda/driver"
+)
 
 // Format is a stored weight format of the streaming kernels.
 type Format uint32
@@ -181,6 +187,41 @@ func (l Limits) gemv(f Format, r, k uint32, parts []Part, bf16From int, t Tuning
 	}
 	p.Trigger = t.Trigger
 	return plan, p, nil
+}
+
+// Ahead plans what a kernel that runs before a streaming launch with parameters p brings into L2 of its first parts, in format f: the first bytes of
+// about every block's share, as far as they lie in the two longest stretches of memory.
+func (p *GemvParams) Ahead(f Format, bytes uint32) (a Ahead) {
+	type stretch struct{ at, before, bytes uint64 } // before: bytes of the parts ahead of it
+	var all []stretch
+	var total uint64
+	for _, part := range p.Part[:p.FirstParts] {
+		n := uint64(part.Rows) * uint64(f.rowBytes(p.K))
+		if i := len(all) - 1; i >= 0 && all[i].at+all[i].bytes == uint64(part.W) {
+			all[i].bytes += n
+		} else {
+			all = append(all, stretch{uint64(part.W), total, n})
+		}
+		total += n
+	}
+	slices.SortStableFunc(all, func(a, b stretch) int { return cmp.Compare(b.bytes, a.bytes) })
+	share := total / max(1, uint64(p.FirstBlocks)) / 16 * 16
+	a.Bytes, a.Pitch = min(bytes, uint32(share)), uint32(share)
+	if f == FormatQ4 || share == 0 {
+		return Ahead{}
+	}
+	for i, s := range all[:min(2, len(all))] {
+		skip := (s.before+share-1)/share*share - s.before // to the first share that begins here
+		if s.bytes < skip+uint64(a.Bytes) {
+			continue
+		}
+		a.At[i] = driver.Ptr(s.at + skip)
+		n := uint32((s.bytes-skip-uint64(a.Bytes))/share) + 1
+		if a.N += n; i == 0 {
+			a.First = n
+		}
+	}
+	return a
 }
 
 func rowsOf(parts []Part) (n uint64) {

@@ -1,11 +1,13 @@
 package kernels
 
 import (
+	"math"
 	"os"
 	"strconv"
 	"strings"
 	"testing"
 
+	"ninfer/internal/backend/cuda/driver"
 	"ninfer/internal/backend/cuda/kernels/digest"
 )
 
@@ -90,3 +92,81 @@ func TestPlans(t *testing.T) {
 }
 
 func second[P any](_ Plan, _ P, err error) error { return err }
+
+// What is brought into L2 ahead lies in the matrices, at the beginning of some block's share, and is about all that was asked for.
+func TestAhead(t *testing.T) {
+	l := Limits{SMs: 132, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10}
+	for _, c := range []struct {
+		f    Format
+		k    uint32
+		rows []uint32 // of parts
+		gap  []uint64 // before each part
+		own  int      // parts in format f
+		most uint64   // bytes that are left out: stretches beyond two, and a share at every end
+	}{
+		{FormatE4M3, 2560, []uint32{2048, 2048, 6144, 6144, 48, 48}, []uint64{0, 0, 0, 4096, 256, 256}, 4, 2 << 16},
+		{FormatBF16, 2560, []uint32{2048, 2048, 6144, 6144, 48, 48}, []uint64{0, 0, 0, 4096, 256, 256}, 6, 3 << 16},
+		{FormatE4M3, 2560, []uint32{512, 512, 640, 12288}, []uint64{0, 512, 512, 512}, 4, 3 << 19},
+		{FormatBF16, 128, []uint32{3}, []uint64{0}, 1, 1 << 10},
+	} {
+		var parts []Part
+		at := driver.Ptr(1 << 20)
+		var bytes uint64
+		for i, r := range c.rows {
+			at += driver.Ptr(c.gap[i])
+			parts = append(parts, Part{W: at, Rows: r})
+			if i < c.own {
+				bytes += uint64(r * c.f.rowBytes(c.k))
+			}
+			at += driver.Ptr(r * 2 * c.k)
+			if c.f == FormatE4M3 && i < c.own {
+				at -= driver.Ptr(r * c.k)
+			}
+		}
+		_, p, err := l.Gemv(c.f, 1, c.k, parts, c.own, Tuning{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		a := p.Ahead(c.f, 64<<10)
+		if a.N == 0 && bytes > 1<<20 || a.Bytes%16 != 0 {
+			t.Errorf("%+v: nothing, or odd pieces: %+v", c, a)
+		}
+		for i := range a.N {
+			from := a.At[0] + driver.Ptr(i)*driver.Ptr(a.Pitch)
+			if i >= a.First {
+				from = a.At[1] + driver.Ptr(i-a.First)*driver.Ptr(a.Pitch)
+			}
+			var before, where uint64
+			inside := false
+			for left, j := uint64(a.Bytes), 0; j < c.own; j++ { // through parts that follow each other
+				end := parts[j].W + driver.Ptr(parts[j].Rows*c.f.rowBytes(c.k))
+				if from >= parts[j].W && from < end {
+					if !inside {
+						where = before + uint64(from-parts[j].W)
+					}
+					n := min(left, uint64(end-from))
+					from, left, inside = from+driver.Ptr(n), left-n, true
+					if left == 0 {
+						break
+					}
+					inside = j+1 < c.own && parts[j+1].W == end
+				}
+				before += uint64(parts[j].Rows * c.f.rowBytes(c.k))
+			}
+			if !inside || from%16 != 0 {
+				t.Fatalf("%+v: piece %d of %+v lies outside", c, i, a)
+			}
+			share := float64(bytes) / float64(p.FirstBlocks)
+			if b := float64(where) / share; math.Abs(b-math.Round(b)) > 0.05 { // pitches are a little shorter than shares
+				t.Fatalf("%+v: piece %d begins at %.2f shares", c, i, b)
+			}
+		}
+		if got, want := uint64(a.N)*uint64(a.Bytes), min(64<<10, bytes/uint64(p.FirstBlocks))*uint64(p.FirstBlocks); got > want || got+c.most < want {
+			t.Errorf("%+v: %d bytes of %d", c, got, want)
+		}
+	}
+	q := GemvParams{K: 2560, FirstParts: 1, FirstBlocks: 132, Part: [8]Part{{W: 1 << 20, Rows: 4096}}}
+	if a := q.Ahead(FormatQ4, 64<<10); a != (Ahead{}) {
+		t.Errorf("Q4: %+v", a)
+	}
+}

@@ -4,6 +4,8 @@
 //
 // The block's rows (at most seven pairs) are in shared memory before the dependency wait and in registers before the activations come; the
 // rows of activations are the columns of the tensor instruction. Fixed order of sums. K % 16 = 0 and at most 2560.
+//
+// Memory idles here and while the experts are chosen, so the beginning of what is certain to be read after them is brought into L2.
 #include "common.cuh"
 #include "params.h"
 
@@ -63,6 +65,16 @@ struct Rows {
   }
 };
 
+// Asks for the block's pieces. One thread does, whose work comes later: an instruction is some 40 ns, whatever its size.
+NINFER_DEVICE void bring_ahead(const Ahead& a) {
+#pragma unroll 1
+  for (uint32_t i = blockIdx.x; i < a.n; i += gridDim.x) {
+    const bool second = i >= a.first;
+    const uint8_t* at = (const uint8_t*)a.at[second] + (uint64_t)(second ? i - a.first : i) * a.pitch;
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(a.bytes) : "memory");
+  }
+}
+
 // Unit u is a pair of rows: router rows 2u and 2u+1, or gate row j and up row j, or the shared gate vector alone.
 template <bool FP8>
 NINFER_DEVICE void router_rows(const RouterParams& p, uint32_t unit0, uint32_t n) {
@@ -117,6 +129,8 @@ NINFER_DEVICE void router_rows(const RouterParams& p, uint32_t unit0, uint32_t n
   STAMP(1)
   pdl_wait();
   if (p.trigger == 2) pdl_trigger();
+  // Not before the wait, where the kernels ahead need memory themselves.
+  if (threadIdx.x == kThreads - 32) bring_ahead(p.ahead);
   STAMP(2)
   const uint64_t policy = policy_evict_first();
   for (uint32_t i = threadIdx.x; i < p.k / 8 * p.r; i += kThreads) {
