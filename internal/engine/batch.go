@@ -258,7 +258,7 @@ func (b *Batch) round(lanes []int) error {
 		r.g.drafts = limits[i].limit
 	}
 	if b.policy != nil {
-		for i, k := range b.policy.choose(limits) {
+		for i, k := range b.policy.choose(limits, min(b.options.Lanes, len(b.requests))) {
 			gs[i].drafts = k
 		}
 	}

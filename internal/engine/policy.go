@@ -2,15 +2,19 @@ package engine
 
 import (
 	"cmp"
+	"math"
 	"slices"
 )
 
 // roundCost learns what a round costs from rounds that ran: time = base + perRow*rows + perTurn*turns + perPass*passes, where rows are those
-// of the verifying pass, which goes through the weights once for turnRows of them at most, and passes the draft passes before it. It is recursive least squares with
-// forgetting, so that it follows a machine that warms up or a context that grows. The zero value knows nothing; all lanes of an engine share one.
+// of the verifying pass, which goes through the weights once for turnRows of them at most, and passes the draft passes before it. No part is
+// negative, so that what is expected of rounds unlike those seen makes sense. It is a least-squares fit of relative errors, in which a round
+// that was slow for some other reason counts for little, with forgetting, so that it follows a machine that warms up or a context that grows. The
+// zero value knows nothing; all lanes of an engine share one.
 type roundCost struct {
 	theta [4]float64    // base, perRow, perTurn, perPass
-	p     [4][4]float64 // inverse of the weighted normal matrix
+	a     [4][4]float64 // weighted sums of products of parts
+	b     [4]float64    // and of parts and times
 	n     int
 	least float64 // the shortest time of a round, old ones forgotten
 }
@@ -30,49 +34,76 @@ const (
 
 // observe notes a round's time.
 func (c *roundCost) observe(rows, passes int, seconds float64) {
-	if c.n == 0 {
-		for i := range c.p {
-			c.p[i][i] = 1e4
-		}
-	}
 	if c.n++; c.n == 1 || seconds < c.least {
 		c.least = seconds
 	}
 	c.least /= costForget
 	x := partsOf(rows, passes)
-	var px [4]float64
-	for i := range px {
-		for j := range x {
-			px[i] += c.p[i][j] * x[j]
-		}
-	}
-	denominator, predicted := costForget, 0.0
-	for i := range x {
-		denominator += x[i] * px[i]
-		predicted += x[i] * c.theta[i]
-	}
-	if c.n > 10 { // a machine that did something else meanwhile is no reason to forget what is known
+	if predicted := c.of(rows, passes); c.n > 10 { // a machine that did something else meanwhile is no reason to forget what is known
 		seconds = max(predicted/costTrust, min(seconds, costTrust*predicted))
 	}
-	trace := 0.0
+	weight := 1 / max(seconds*seconds, 1e-18)
 	for i := range x {
-		c.theta[i] += px[i] / denominator * (seconds - predicted)
 		for j := range x {
-			c.p[i][j] = (c.p[i][j] - px[i]*px[j]/denominator) / costForget
+			c.a[i][j] = c.a[i][j]*costForget + weight*x[i]*x[j]
 		}
-		trace += c.p[i][i]
+		c.b[i] = c.b[i]*costForget + weight*x[i]*seconds
 	}
-	if trace > 1e5 { // directions that never occur must not blow up while they are forgotten
-		for i := range c.p {
-			for j := range c.p {
-				c.p[i][j] *= 1e5 / trace
+	c.fit()
+}
+
+// fit finds the parts that are not negative and fit best: of each choice of parts that are not zero, the best ones, if they are what they should be.
+func (c *roundCost) fit() {
+	best := math.Inf(1)
+	for set := 1; set < 1<<len(c.b); set++ {
+		var m [4][5]float64 // equations of the parts in the set; the others are zero
+		for i := range m {
+			if m[i][i] = 1; set>>i&1 == 0 {
+				continue
 			}
+			for j := range c.b {
+				if set>>j&1 == 1 {
+					m[i][j] = c.a[i][j]
+				}
+			}
+			m[i][i] += 1e-6 * c.a[i][i] // parts that always grow together share what they cost
+			m[i][4] = c.b[i]
+		}
+		var theta [4]float64
+		solved := true
+		for i := range m { // positive definite: no pivots
+			for k := i + 1; k < len(m); k++ {
+				f := m[k][i] / m[i][i]
+				for j := i; j < 5; j++ {
+					m[k][j] -= f * m[i][j]
+				}
+			}
+		}
+		for i := len(m) - 1; i >= 0; i-- {
+			theta[i] = m[i][4]
+			for j := i + 1; j < len(m); j++ {
+				theta[i] -= m[i][j] * theta[j]
+			}
+			theta[i] /= m[i][i]
+			solved = solved && theta[i] >= 0
+		}
+		if !solved {
+			continue
+		}
+		loss := 0.0
+		for i, t := range theta {
+			loss -= 2 * c.b[i] * t
+			for j, u := range theta {
+				loss += c.a[i][j] * t * u
+			}
+		}
+		if loss < best {
+			best, c.theta = loss, theta
 		}
 	}
 }
 
-// of is the expected time of a round. The parts of it mean little alone, and some may be negative: of a single lane rows and passes always grow
-// together. So what is bounded is their sum.
+// of is the expected time of a round.
 func (c *roundCost) of(rows, passes int) float64 {
 	t := 0.0
 	for i, x := range partsOf(rows, passes) {
@@ -158,11 +189,12 @@ type drafting struct {
 }
 
 // choose returns the numbers of drafts that yield the most tokens a second in a round of these lanes: none where plain steps do, as they
-// may where many lanes fill a pass anyway.
+// may where many lanes fill a pass anyway. full is how many lanes there will be when those that are still at their prompts have come: if a
+// round of so many is expected to be the better way to tokens, a round of fewer only takes what costs no more than there.
 //
 // With a given number of draft passes, each further row goes to the draft that is most likely to be reached and to stand, as long as the round
 // yields more with it.
-func (p *draftPolicy) choose(lanes []drafting) []int {
+func (p *draftPolicy) choose(lanes []drafting, full int) []int {
 	k := make([]int, len(lanes))
 	// See every length before believing a cost: of one lane, and short ones of all, since a pass with many rows is long.
 	if n := p.cost.n; n < 2*(p.most+1) {
@@ -190,7 +222,19 @@ func (p *draftPolicy) choose(lanes []drafting) []int {
 		}
 	}
 	slices.SortStableFunc(all, func(a, b draft) int { return cmp.Compare(b.gain, a.gain) }) // a lane's stay in order: none is likelier than the one before
-	best := 0.0
+	// What a second is worth: tokens of the best round, of these lanes or of all.
+	worth := 0.0
+	if full > len(lanes) {
+		tokens, reach := 1.0, 1.0
+		for i, q := range p.all.stand() {
+			worth = max(worth, float64(full)*tokens/p.cost.of(full*(i+1), i))
+			reach *= q
+			tokens += reach
+		}
+		worth = max(worth, float64(full)*tokens/p.cost.of(full*(p.most+1), p.most))
+	}
+	best, most := 0.0, math.Inf(-1)
+	rich := make([]int, len(lanes)) // the best where seconds are worth more than this round yields
 	try := make([]int, len(lanes))
 	for passes := range p.most + 1 {
 		drafts = slices.DeleteFunc(append(drafts[:0], all...), func(d draft) bool { return d.at >= passes })
@@ -203,17 +247,26 @@ func (p *draftPolicy) choose(lanes []drafting) []int {
 				tokens += d.gain
 				longest = max(longest, try[d.lane])
 			}
-			if rate := tokens / p.cost.of(len(lanes)+n, longest); rate > best {
+			seconds := p.cost.of(len(lanes)+n, longest)
+			if rate := tokens / seconds; rate > best {
 				best = rate
 				copy(k, try)
 			}
+			if left := tokens - worth*seconds; left > most {
+				most = left
+				copy(rich, try)
+			}
 		}
+	}
+	if worth > best {
+		k = rich
 	}
 	return p.explore(lanes, k)
 }
 
 // A length that is never tried is never learned: now and then a lane takes a neighbour, or one draft if none has any, which happens less often the
-// longer none has been worth it, and takes a hundredth of the time at most: of one lane only, since the drafter may have many of its rows to run first.
+// longer none has been worth it, and takes a hundredth of the time at most: of one lane only, since the drafter may have many of its rows to run
+// first.
 func (p *draftPolicy) explore(lanes []drafting, k []int) []int {
 	const often, seldom = 24, 96
 	none := slices.Max(k) == 0

@@ -44,7 +44,7 @@ func TestDraftPolicy(t *testing.T) {
 			}
 			p := newDraftPolicy(5)
 			seen := p.request()
-			got := simulate(func() int { return p.choose([]drafting{{5, seen}})[0] }, func(k, n int, s float64) {
+			got := simulate(func() int { return p.choose([]drafting{{5, seen}}, 1)[0] }, func(k, n int, s float64) {
 				p.cost.observe(k+1, k, s)
 				p.observe(seen, k, n)
 			}, acceptance, perDraft, 0.03, seed)
@@ -61,7 +61,7 @@ func TestDraftPolicyLimits(t *testing.T) {
 	for limit := 0; limit <= 7; limit++ {
 		for range 60 {
 			lanes := []drafting{{limit, seen}, {3, seen}, {0, nil}}
-			for i, k := range p.choose(lanes) {
+			for i, k := range p.choose(lanes, 3) {
 				if k < 0 || k > min(5, lanes[i].limit) {
 					t.Fatalf("%d drafts of at most %d", k, lanes[i].limit)
 				}
@@ -70,7 +70,7 @@ func TestDraftPolicyLimits(t *testing.T) {
 			p.observe(seen, 3, 3)
 		}
 	}
-	if k := p.choose([]drafting{{0, nil}}); k[0] != 0 {
+	if k := p.choose([]drafting{{0, nil}}, 1); k[0] != 0 {
 		t.Errorf("%d drafts of a lane without", k[0])
 	}
 }
@@ -126,7 +126,7 @@ func shortRequests(t *testing.T, cost func(perDraft float64, rows, passes int) f
 					}
 					ks := make([]int, lanes)
 					if fixed == adaptive {
-						ks = p.choose(limits)
+						ks = p.choose(limits, lanes)
 					}
 					rows, passes := 0, 0
 					for i, r := range active {
@@ -137,7 +137,9 @@ func shortRequests(t *testing.T, cost func(perDraft float64, rows, passes int) f
 						passes = max(passes, ks[i])
 					}
 					s := cost(perDraft, rows, passes) * (1 + 0.05*rng.NormFloat64())
-					p.cost.observe(rows, passes, s)
+					if fixed == adaptive {
+						p.cost.observe(rows, passes, s)
+					}
 					seconds += s
 					for i, r := range active {
 						n := 0
@@ -168,6 +170,81 @@ func shortRequests(t *testing.T, cost func(perDraft float64, rows, passes int) f
 					t.Logf("%s, %.1f a pass, %d lanes: %.2f of %d fixed drafts", name, perDraft, lanes, got/best, at)
 				}
 			}
+		}
+	}
+}
+
+// Requests that wait for a lane, and a prompt before each round as long as one is free: what a round of few lanes takes keeps the others from coming
+// together, so that many rows are no gain though they would be if nobody else came.
+func TestDraftPolicyPrompts(t *testing.T) {
+	const lanes, output, adaptive = 8, 13, -1
+	for name, c := range map[string]struct{ base, perRow, perTurn, perPass, prompt, stand float64 }{
+		"small, good drafts": {135, 34, 153, 123, 1350, 0.95}, // microseconds of a small model on a GPU
+		"small, bad drafts":  {135, 34, 153, 123, 1350, 0.4},
+		"large, good drafts": {900, 600, 800, 180, 20000, 0.9},
+		"free rows":          {1000, 1, 0, 50, 1350, 0.9},
+	} {
+		run := func(fixed int) float64 {
+			rng := rand.New(rand.NewPCG(12, 4))
+			p := newDraftPolicy(5)
+			type request struct {
+				left int
+				seen *acceptance
+			}
+			var active []*request
+			var tokens, us float64
+			for began := 0; began < 400 || len(active) > 0; {
+				if began < 400 && len(active) < lanes {
+					began++
+					us += c.prompt
+					active = append(active, &request{output - 1, p.request()})
+				}
+				limits, ks := make([]drafting, len(active)), make([]int, len(active))
+				for i, r := range active {
+					limits[i] = drafting{min(5, r.left-1), r.seen}
+					ks[i] = min(max(0, fixed), r.left-1)
+				}
+				if fixed == adaptive {
+					ks = p.choose(limits, min(lanes, len(active)+400-began))
+				}
+				rows, passes := 0, 0
+				for _, k := range ks {
+					rows += k + 1
+					passes = max(passes, k)
+				}
+				d := (c.base + c.perRow*float64(rows) + c.perTurn*float64((rows+7)/8) + c.perPass*float64(passes)) * (1 + 0.05*rng.NormFloat64())
+				us += d
+				if fixed == adaptive {
+					p.cost.observe(rows, passes, d/1e6)
+				}
+				left := active[:0]
+				for i, r := range active {
+					n := 0
+					for n < ks[i] && rng.Float64() < c.stand {
+						n++
+					}
+					if ks[i] > 0 {
+						p.observe(r.seen, ks[i], n)
+					}
+					tokens += float64(n + 1)
+					if r.left -= n + 1; r.left > 0 {
+						left = append(left, r)
+					}
+				}
+				active = left
+			}
+			return tokens / us * 1e6
+		}
+		best, at := 0.0, 0
+		for k := range 6 {
+			if r := run(k); r > best {
+				best, at = r, k
+			}
+		}
+		if got := run(adaptive); got < 0.95*best {
+			t.Errorf("%s: %.0f tokens a second, %d fixed drafts give %.0f", name, got, at, best)
+		} else {
+			t.Logf("%s: %.3f of %d fixed drafts", name, got/best, at)
 		}
 	}
 }
