@@ -275,9 +275,13 @@ func (g *generation) publish(id int32, res backend.LaneResult) error {
 
 // following are the tokens after each of the lane's carried rows.
 func (g *generation) following() []int32 {
-	at := g.runner.Dev.Lengths(backend.Lane(g.lane))
-	if n := at.Drafter + 1 - len(g.req.Prompt); n >= 0 {
-		return g.out.IDs[n : at.Target+1-len(g.req.Prompt)]
+	at, prompt := g.runner.Dev.Lengths(backend.Lane(g.lane)), g.req.Prompt
+	from, to, n := at.Drafter+1, at.Target+1, len(prompt)
+	switch {
+	case from >= n:
+		return g.out.IDs[from-n : to-n]
+	case to <= n:
+		return prompt[from:to]
 	}
-	return slices.Concat(g.req.Prompt, g.out.IDs)[at.Drafter+1 : at.Target+1]
+	return slices.Concat(prompt[from:], g.out.IDs[:to-n])
 }
