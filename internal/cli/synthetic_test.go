@@ -114,7 +114,8 @@ func launches(t *testing.T, l *loaded, card drivertest.Card, small bool) {
 	}
 	_, err = r.Prompt(backend.LaneRows{Tokens: make([]int32, 512)})
 	must(err)
-	none("a prompt", "gemv", "hc_down", "hc_up", "expert_gate_up", "expert_up", "delta", "delta_quarters", "attend", "attend_group", "project_bf16_deep", "project_e4m3_deep")
+	none("a prompt", "gemv", "hc_down", "hc_up", "expert_gate_up", "expert_up", "delta", "delta_quarters", "attend", "attend_group",
+		"project_bf16_deep", "project_e4m3_deep", "project_bf16_rows", "project_whole", "project_whole_rows")
 	// 48 layers, every fourth with attention; two hyper-connections a layer and one behind; the drafter has a pass of its own
 	attend := "attend_wide"
 	if !hopper { // it has Hopper's instructions
@@ -161,6 +162,9 @@ func launches(t *testing.T, l *loaded, card drivertest.Card, small bool) {
 		all = append(all, backend.LaneRows{Lane: lane, Tokens: []int32{1}, Positions: model.Positions(9000, 1), Want: backend.WantLast})
 	}
 	step("a step of eight lanes", 0, all...)
+	if n := gpu.Count("project_whole_rows") + gpu.Count("project_bf16_rows"); hopper && n < 36 {
+		t.Errorf("a step of eight lanes multiplies %d times in clusters", n)
+	}
 	step("drafts in three lanes", 0, backend.LaneRows{Lane: 0, Tokens: []int32{1, 2, 3, 4}, Positions: model.Positions(9001, 4), Want: backend.WantAll},
 		backend.LaneRows{Lane: 1, Tokens: []int32{1}, Positions: model.Positions(9001, 1), Want: backend.WantAll},
 		backend.LaneRows{Lane: 2, Tokens: []int32{1, 2, 3}, Positions: model.Positions(9001, 3), Want: backend.WantAll})

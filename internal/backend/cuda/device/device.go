@@ -429,7 +429,7 @@ func after(history, tokens []int32) []int32 {
 func (d *Device) flush(c *driver.Context, slot int) error {
 	img := &d.images[slot]
 	if img.keep > 0 {
-		l := kernels.Lane{Slot: uint32(slot), Fold: uint32(img.keep), Deep: uint32(img.keep), From: uint32(img.from)}
+		l := kernels.Lane{Slot: uint32(slot), Fold: uint32(img.keep), From: uint32(img.from)}
 		if err := c.ToDevice(d.stream, d.spare, bytesOf(&l)); err != nil {
 			return err
 		}

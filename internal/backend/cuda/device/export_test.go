@@ -6,6 +6,7 @@ import (
 	"slices"
 
 	"ninfer/internal/backend"
+	"ninfer/internal/backend/cuda/device/kernels"
 	"ninfer/internal/backend/cuda/driver"
 )
 
@@ -105,4 +106,58 @@ func (d *Device) Slow(st backend.Step) (ops []string, ok bool) {
 		return nil, false
 	}
 	return slices.Clone(s.slow), true
+}
+
+// Projected is what a Project kernel makes of rows of x, FP32 or BF16, and the matrix w with its scales, with factors from squares if there are
+// any. Not ok if the kernel does not do it.
+func (d *Device) Projected(j kernels.Projector, q kernels.Projection, w, scale, x, squares []byte) (out []byte, ok bool, err error) {
+	gpu := d.owner.Device()
+	if q.Blocks = gpu.SMs / j.Cluster * j.Cluster; q.Blocks == 0 {
+		return nil, false, nil
+	}
+	shared, ok := j.Shared(q)
+	if !ok || shared > gpu.SharedPerBlock {
+		return nil, false, nil
+	}
+	out = make([]byte, 2*q.R*q.N)
+	err = d.do("project", func(c *driver.Context) error {
+		p := kernels.ProjectParams{R: uint32(q.R), XLd: uint32(q.K), K: uint32(q.K), Dim: uint32(q.Dim), Parts: 1, Eps: 1e-6}
+		if q.F32 {
+			p.XF32 = 1
+		}
+		p.Part[0] = kernels.ProjectPart{Rows: uint32(q.N), OutLd: uint32(q.N)}
+		var all []driver.Ptr
+		defer func() {
+			for _, at := range all {
+				_ = c.Free(at)
+			}
+		}()
+		for _, b := range []struct {
+			at   *driver.Ptr
+			data []byte
+		}{{&p.X, x}, {&p.Squares, squares}, {&p.Part[0].W, w}, {&p.Part[0].Scale, scale}, {&p.Part[0].Out, out}} {
+			if len(b.data) == 0 {
+				continue
+			}
+			var err error
+			if *b.at, err = c.Alloc("test", uint64(len(b.data))); err != nil {
+				return err
+			}
+			all = append(all, *b.at)
+			if err := c.ToDevice(d.stream, *b.at, b.data); err != nil {
+				return err
+			}
+			if err := c.SyncStream(d.stream); err != nil {
+				return err
+			}
+		}
+		if err := d.set.Run(c, d.stream, j.Kernel, [3]uint32{uint32(q.Blocks), 1, 1}, uint32(shared), &p, true); err != nil {
+			return err
+		}
+		if err := c.ToHost(d.stream, out, p.Part[0].Out); err != nil {
+			return err
+		}
+		return c.SyncStream(d.stream)
+	})
+	return out, true, err
 }

@@ -120,7 +120,7 @@ func (p *pass) gemv(x driver.Ptr, element, ld, rows int, parts ...kernels.Part) 
 		g.XF32 = 1
 	}
 	if element == 4 {
-		if ok, err := p.project(x, 0, 1, 0, ld, rows, parts, kernels.Shift{}); ok || err != nil {
+		if ok, err := p.project(multiplicand{x: x, f32: true, dim: 1}, ld, rows, parts, kernels.Shift{}); ok || err != nil {
 			return err
 		}
 	}
@@ -286,7 +286,7 @@ func (s *step) prepareGDN(c *driver.Context, op backend.GDN) (func(*pass) error,
 			shift := kernels.Shift{
 				Lanes: s.lanes, X: raw, Window: conv.Window, Records: conv.Records, Count: uint32(len(p.lanes)), C: conv.C, Depth: conv.Taps - 1, Verify: conv.Verify,
 			}
-			_, err := p.project(delta.Gated, delta.Squares, w.Dim, w.Eps, vd, len(p.rows), []kernels.Part{out}, shift)
+			_, err := p.project(multiplicand{x: delta.Gated, squares: delta.Squares, dim: w.Dim, eps: w.Eps}, vd, len(p.rows), []kernels.Part{out}, shift)
 			return err
 		}
 		if err := start(p, kernels.Conv, tiles(width, 256), len(p.lanes), 1, 0, &conv); err != nil {

@@ -324,7 +324,7 @@ func (p *pass) begin(ctl *backend.Control) error {
 			if s.carries && img.carried+n > d.opt.Carry {
 				return fmt.Errorf("lane %d: %d rows on top of %d carried, room for %d", in.Lane, n, img.carried, d.opt.Carry)
 			}
-			l.Fold, l.Deep, l.From = uint32(img.keep), uint32(img.keep), uint32(img.from)
+			l.Fold, l.From = uint32(img.keep), uint32(img.from)
 			if shape.Kind == backend.Verify {
 				l.Record = 1
 			}
@@ -401,7 +401,7 @@ func (p *pass) launch(depth int) error {
 				if err := d.flush(c, int(l.Slot)); err != nil {
 					return err
 				}
-				l.Fold, l.Deep, l.From = 0, 0, 0
+				l.Fold, l.From = 0, 0
 			}
 			if s.carries {
 				if img.first+img.carried+int(l.Rows) > d.opt.Carry {

@@ -137,34 +137,34 @@ func (p *pass) tunedBest(hd *head, x driver.Ptr, n int) error {
 	return nil
 }
 
-// project multiplies rows of FP32, or of BF16 with a factor for each dim values that squares gives, if there is a kernel for the parts. It
-// does shift on the side.
-func (p *pass) project(x, squares driver.Ptr, dim int, eps float64, ld, rows int, parts []plain.Part, shift plain.Shift) (ok bool, err error) {
+// multiplicand is what project multiplies: rows of ld values at x, in FP32 or BF16; with squares BF16 times a factor for each dim values.
+type multiplicand struct {
+	x, squares driver.Ptr
+	f32        bool
+	dim        int
+	eps        float64
+}
+
+// project multiplies rows of x if there is a kernel for the parts. It does shift on the side.
+func (p *pass) project(x multiplicand, ld, rows int, parts []plain.Part, shift plain.Shift) (ok bool, err error) {
 	d := p.s.d
 	if d.opt.Plain || !projects(d, ld, parts) {
 		return false, nil
 	}
-	e4m3, most, n := plain.Format(parts[0].M.Format) != plain.BF16, projectRows(d, ld, parts), rowsOf(parts)
-	q := plain.ProjectParams{XLd: uint32(ld), K: uint32(ld), Dim: uint32(dim), Parts: uint32(len(parts)), Eps: float32(eps), Shift: shift}
-	width := 4
-	if squares != 0 {
-		width = 2
+	q := plain.ProjectParams{XLd: uint32(ld), K: uint32(ld), Dim: uint32(x.dim), Parts: uint32(len(parts)), Eps: float32(x.eps), Shift: shift}
+	width := 2
+	if x.f32 {
+		q.XF32, width = 1, 4
 	}
-	for r := 0; r < rows; r += most {
-		q.R, q.X = uint32(min(most, rows-r)), x+driver.Ptr(r*ld*width)
-		kernel := plain.ProjectBf16Deep
-		if e4m3 {
-			kernel = plain.ProjectE4m3Deep
+	for r := 0; r < rows; {
+		n := rows - r
+		kernel, grid, shared := projector(d, &n, x, ld, parts, int(q.Shift.Count*q.Shift.C/8))
+		if n == 0 {
+			return false, fmt.Errorf("no room for a row of %d", ld)
 		}
-		shared := plain.ProjectShared(e4m3, plain.ProjectDeep, int(q.R), ld, n, d.owner.Device().SMs)
-		if shared > d.owner.Device().SharedPerBlock {
-			if kernel = plain.ProjectBf16; e4m3 {
-				kernel = plain.ProjectE4m3
-			}
-			shared = plain.ProjectShared(e4m3, plain.ProjectShallow, int(q.R), ld, n, d.owner.Device().SMs)
-		}
-		if squares != 0 {
-			q.Squares = squares + driver.Ptr(r*(ld/dim)*16)
+		q.R, q.X = uint32(n), x.x+driver.Ptr(r*ld*width)
+		if x.squares != 0 {
+			q.Squares = x.squares + driver.Ptr(r*(ld/x.dim)*16)
 		}
 		for i, w := range parts {
 			s, _ := tunedMatrix(w.M)
@@ -173,21 +173,30 @@ func (p *pass) project(x, squares driver.Ptr, dim int, eps float64, ld, rows int
 				q.Part[i].ScaleF32 = 1
 			}
 		}
-		if err := start(p, kernel, d.owner.Device().SMs, 1, 1, uint32(shared), &q); err != nil {
+		if err := start(p, kernel, grid, 1, 1, uint32(shared), &q); err != nil {
 			return false, err
 		}
 		q.Shift.Count = 0 // once
+		r += n
 	}
 	return true, nil
 }
 
-// projectRows is how many rows of k a Project kernel takes at once; 0 if it has not the room for one.
-func projectRows(d *Device, k int, parts []plain.Part) int {
-	e4m3, most := plain.Format(parts[0].M.Format) != plain.BF16, plain.ProjectRows
-	for most > 0 && plain.ProjectShared(e4m3, plain.ProjectShallow, most, k, rowsOf(parts), d.owner.Device().SMs) > d.owner.Device().SharedPerBlock {
-		most--
+// projector chooses a Project kernel for rows of x, fewer of them if it has not the room for all; for none if there is no room for one.
+func projector(d *Device, rows *int, x multiplicand, k int, parts []plain.Part, pieces int) (kernel plain.ID, grid, shared int) {
+	gpu, e4m3 := d.owner.Device(), plain.Format(parts[0].M.Format) != plain.BF16
+	q := plain.Projection{K: k, N: rowsOf(parts), Dim: x.dim, Pieces: pieces, F32: x.f32}
+	for *rows = min(*rows, plain.ProjectRows); *rows > 0; *rows-- {
+		for _, j := range plain.Projectors {
+			if q.R, q.Blocks = *rows, gpu.SMs/j.Cluster*j.Cluster; j.E4M3 != e4m3 || q.Blocks == 0 {
+				continue
+			}
+			if size, ok := j.Shared(q); ok && size <= gpu.SharedPerBlock {
+				return j.Kernel, q.Blocks, size
+			}
+		}
 	}
-	return most
+	return 0, 0, 0
 }
 
 func rowsOf(parts []plain.Part) (n int) {
@@ -217,7 +226,9 @@ func projects(d *Device, k int, parts []plain.Part) bool {
 			return false
 		}
 	}
-	return projectRows(d, k, parts) > 0
+	rows := 1
+	projector(d, &rows, multiplicand{f32: true, dim: 1}, k, parts, 0)
+	return rows > 0
 }
 
 // tunedMix prepares a hyper-connection site on the tuned kernels; nil if they do not take it. The streams move to another buffer.

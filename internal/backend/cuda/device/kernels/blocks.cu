@@ -1,8 +1,7 @@
 // Sequence blocks: convolution windows, the delta rule, attention with its indexer, routing.
 //
 // A lane's fixed states (windows, delta matrices) are brought forward by the recorded rows of its last verify pass before anything
-// else (fold), and a verify pass records its rows instead of writing the states. With no rows these kernels fold only. A decoding step
-// records for the matrices too: written when they are read the next time, before the wait, they keep nobody waiting.
+// else (fold), and a verify pass records its rows instead of writing the states. With no rows these kernels fold only.
 //
 //   conv       depthwise causal convolution, thread a channel. Grid: channels/256, lane.
 //   delta      gated delta rule and gated norm, block a value head; S in shared memory. Grid: head, lane.
@@ -94,20 +93,19 @@ NINFER_KERNEL(delta, DeltaParams, kDelta, 1) {
     else ((float*)p.state)[state + i] = v;
   };
   auto record = [&](uint32_t i) { return record_of(p, lane, head, i); };
-  const bool leave = lane.record || lane.lazy;
   for (uint32_t i = t; i < dim * dim; i += kDelta) S[i] = p.half_state ? from_bf16(((const bf16*)p.state)[state + i]) : ((const float*)p.state)[state + i];
   __syncthreads();
-  for (uint32_t f = 0; f < lane.deep; f++) {
+  for (uint32_t f = 0; f < lane.fold; f++) {
     const float* rec = record(f);
     if (on)
       for (uint32_t i = i0; i < i1; i++) S[i * dim + j] = fmaf(rec[1 + i], rec[1 + dim + j], __fmul_rn(S[i * dim + j], rec[0]));
     __syncthreads();
   }
-  if (lane.deep && p.half_state) {  // as if it had been kept and read again
+  if (lane.fold && p.half_state) {  // as if it had been kept and read again
     for (uint32_t i = t; i < dim * dim; i += kDelta) S[i] = round_bf16(S[i]);
     __syncthreads();
   }
-  if (lane.deep && leave)
+  if (lane.fold && lane.record)
     for (uint32_t i = t; i < dim * dim; i += kDelta) put(i, S[i]);
   const float rate = -expf(p.alog[head]);
   for (uint32_t row = lane.first; row < lane.first + lane.rows; row++) {
@@ -140,8 +138,8 @@ NINFER_KERNEL(delta, DeltaParams, kDelta, 1) {
       }
       sums[part * dim + j] = o;
     }
-    if (leave) {
-      float* rec = record(lane.deep + row - lane.first);
+    if (lane.record) {
+      float* rec = record(lane.fold + row - lane.first);
       if (t == 0) rec[0] = decay;
       if (t < dim) rec[1 + t] = k[t], rec[1 + dim + t] = d[t];
     }
@@ -153,7 +151,7 @@ NINFER_KERNEL(delta, DeltaParams, kDelta, 1) {
       p.out[at] = round_bf16(o * p.norm[t] * sigmoid(from_bf16(p.z[at]))) * scale;
     }
   }
-  if (!leave) {
+  if (!lane.record) {
     __syncthreads();
     for (uint32_t i = t; i < dim * dim; i += kDelta) put(i, S[i]);
   }
@@ -192,7 +190,6 @@ NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 1) {
   const uint32_t t = threadIdx.x, warp = t / 32, c4 = t % 8, i0 = t / 8 * 8, j0 = quarter * 32 + c4 * 4;  // keys i0..i0+7, columns j0..j0+3
   const Lane lane = p.lanes[blockIdx.y];
   const uint64_t state = ((uint64_t)lane.slot * p.heads + head) * D * D + i0 * D + j0;
-  const bool leave = lane.record || lane.lazy;
   if (p.trigger == 0) pdl_trigger();
   // State and records are a step old, the rest constant: here before the wait.
   float S[8][4];
@@ -220,14 +217,14 @@ NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 1) {
   // Records of a verify pass, what a quarter needs of them, all of them at once.
   constexpr uint32_t kHeld = 8, kPart = 1 + D + 32;
   __shared__ float held[kHeld][kPart];
-  if (lane.deep) {
-    for (uint32_t i = t; i < min(lane.deep, kHeld) * kPart; i += kQuarter) {
+  if (lane.fold) {
+    for (uint32_t i = t; i < min(lane.fold, kHeld) * kPart; i += kQuarter) {
       const uint32_t f = i / kPart, at = i % kPart;
       held[f][at] = record_of(p, lane, head, f)[at + (at > D ? quarter * 32 : 0)];
     }
     __syncthreads();
   }
-  for (uint32_t f = 0; f < lane.deep; f++) {
+  for (uint32_t f = 0; f < lane.fold; f++) {
     const float* rec = f < kHeld ? held[f] : record_of(p, lane, head, f);
     const uint32_t column = f < kHeld ? c4 * 4 : j0;
     const float decay = rec[0];
@@ -238,12 +235,12 @@ NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 1) {
       for (int j = 0; j < 4; j++) S[i][j] = fmaf(k, rec[1 + D + column + j], __fmul_rn(S[i][j], decay));
     }
   }
-  if (lane.deep && p.half_state)  // as if it had been kept and read again
+  if (lane.fold && p.half_state)  // as if it had been kept and read again
 #pragma unroll
     for (int i = 0; i < 8; i++)
 #pragma unroll
       for (int j = 0; j < 4; j++) S[i][j] = round_bf16(S[i][j]);
-  if (lane.deep && leave) put();  // long before the kernel ends, which waits for it
+  if (lane.fold && lane.record) put();  // long before the kernel ends, which waits for it
   // The convolution's channels of this thread: of query, key, and for the first warp of value.
   const uint32_t channel[3] = {head / group * D + t, (p.key_heads + head / group) * D + t, (2 * p.key_heads + head) * D + quarter * 32 + t % 32};
   float past[3][3], tap[3][4];
@@ -303,6 +300,7 @@ NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 1) {
     const float ks = 1.0f / sqrtf(parts[0][1] + parts[1][1] + parts[2][1] + parts[3][1] + 1e-6f);
     const float dot = (parts[0][2] + parts[1][2] + parts[2][2] + parts[3][2]) * qs * ks;
     float k[8], u[4] = {0, 0, 0, 0}, w[4] = {0, 0, 0, 0};
+    const float value[4] = {raw[2][c4 * 4], raw[2][c4 * 4 + 1], raw[2][c4 * 4 + 2], raw[2][c4 * 4 + 3]};  // now: a faster warp's next row follows the second barrier
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       k[i] = raw[1][i0 + i] * ks;
@@ -318,15 +316,15 @@ NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 1) {
     if (t % 32 < 8)
 #pragma unroll
       for (int j = 0; j < 4; j++) sums[warp][c4][j] = u[j], sums[warp][c4][4 + j] = w[j];
-    float* rec = record_of(p, lane, head, lane.deep + row - lane.first);
-    if (leave && quarter == 0) {
+    float* rec = record_of(p, lane, head, lane.fold + row - lane.first);
+    if (lane.record && quarter == 0) {
       rec[1 + t] = kv * ks;
       if (t == 0) rec[0] = decay;
     }
     __syncthreads();
     float d[4], o[4];
-    float square = corrected(sums, c4, raw[2] + c4 * 4, beta, decay, dot, d, o);
-    if (!leave || row + 1 < lane.first + lane.rows)
+    float square = corrected(sums, c4, value, beta, decay, dot, d, o);
+    if (!lane.record || row + 1 < lane.first + lane.rows)
 #pragma unroll
     for (int i = 0; i < 8; i++)
 #pragma unroll
@@ -337,12 +335,12 @@ NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 1) {
       square += __shfl_xor_sync(0xffu, square, 4);
       if (t == 0) p.squares[((uint64_t)row * p.heads + head) * 4 + quarter] = square;
       *(uint2*)(p.gated + out) = gate4(o, norm, z2);
-      if (leave)
+      if (lane.record)
 #pragma unroll
         for (int j = 0; j < 4; j++) rec[1 + D + j0 + j] = d[j];
     }
   }
-  if (!leave) put();
+  if (!lane.record) put();
 }
 
 // The same for lanes of one row each that are not recorded, more of them than fit on the GPU at once. A block keeps head and quarter and goes
@@ -359,7 +357,7 @@ NINFER_KERNEL(delta_turns, DeltaParams, kQuarter, 3) {
   auto state_of = [&](const Lane& lane) { return (uint8_t*)p.state + (((uint64_t)lane.slot * p.heads + head) * D * D + i0 * D + j0) * element; };
   auto ask_state = [&](const Lane& lane, uint32_t buffer) {
     const uint8_t* from = state_of(lane);
-    for (uint32_t i = t; i < 1 + D + 32 && lane.deep; i += kQuarter)
+    for (uint32_t i = t; i < 1 + D + 32 && lane.fold; i += kQuarter)
       asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"((uint32_t)__cvta_generic_to_shared(&held[buffer][i])),
                    "l"(record_of(p, lane, head, 0) + i + (i > D ? quarter * 32 : 0))
                    : "memory");
@@ -434,7 +432,7 @@ NINFER_KERNEL(delta_turns, DeltaParams, kQuarter, 3) {
     if (t < 32) raw[2][t] = convolved[2];
     const float qq = warp_sum(qv * qv), kk = warp_sum(kv * kv), qk = warp_sum(qv * kv);
     if (t % 32 == 0) parts[warp][0] = qq, parts[warp][1] = kk, parts[warp][2] = qk;
-    for (uint32_t f = 0; f < lane.deep; f++) {
+    for (uint32_t f = 0; f < lane.fold; f++) {
       const float* rec = f == 0 ? held[buffer] : record_of(p, lane, head, f);
       const uint32_t column = f == 0 ? c4 * 4 : j0;
       const float past = rec[0];
@@ -445,7 +443,7 @@ NINFER_KERNEL(delta_turns, DeltaParams, kQuarter, 3) {
         for (int j = 0; j < 4; j++) S[i][j] = fmaf(k, rec[1 + D + column + j], __fmul_rn(S[i][j], past));
       }
     }
-    if (lane.deep && p.half_state)  // as if it had been kept and read again
+    if (lane.fold && p.half_state)  // as if it had been kept and read again
 #pragma unroll
       for (int i = 0; i < 8; i++)
 #pragma unroll
@@ -462,9 +460,6 @@ NINFER_KERNEL(delta_turns, DeltaParams, kQuarter, 3) {
         }
       }
     };
-    const bool leave = lane.record || lane.lazy;
-    if (lane.deep && leave) put();
-    float* rec = record_of(p, lane, head, lane.deep);
     __syncthreads();
     const uint64_t out = ((uint64_t)lane.first * p.heads + head) * D + j0, squares = ((uint64_t)lane.first * p.heads + head) * 4 + quarter;
     const bool more = n + gridDim.y < p.count;
@@ -497,19 +492,11 @@ NINFER_KERNEL(delta_turns, DeltaParams, kQuarter, 3) {
     __syncthreads();
     float d[4], o[4];
     float square = corrected(sums, c4, raw[2] + c4 * 4, beta, decay, dot, d, o);
-    if (leave) {
-      if (quarter == 0) rec[1 + t] = kv * ks;
-      if (quarter == 0 && t == 0) rec[0] = decay;
-      if (t < 8)
 #pragma unroll
-        for (int j = 0; j < 4; j++) rec[1 + D + j0 + j] = d[j];
-    } else {
+    for (int i = 0; i < 8; i++)
 #pragma unroll
-      for (int i = 0; i < 8; i++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) S[i][j] = fmaf(k[i], d[j], __fmul_rn(S[i][j], decay));
-      put();
-    }
+      for (int j = 0; j < 4; j++) S[i][j] = fmaf(k[i], d[j], __fmul_rn(S[i][j], decay));
+    put();
     if (t < 8) {
       square += __shfl_xor_sync(0xffu, square, 1);
       square += __shfl_xor_sync(0xffu, square, 2);

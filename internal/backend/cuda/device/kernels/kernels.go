@@ -9,6 +9,7 @@ package kernels
 import (
 	"embed"
 	"io/fs"
+	"math"
 
 	"ninfer/internal/backend/cuda/code"
 	"ninfer/internal/backend/cuda/driver"
@@ -54,26 +55,64 @@ const LikelyIDs = 128
 // ProjectRows is how many activation rows a Project kernel takes at most.
 const ProjectRows = 8
 
-// ProjectDeep and ProjectShallow are how many runs of 64 bytes of a tile's rows the Project kernels have on their way, a warp.
-const (
-	ProjectDeep    = 24
-	ProjectShallow = 16
-)
-
-// ProjectShared is the shared memory of a Project kernel's block, one of so many that share n weight rows of k, for r activation rows.
-func ProjectShared(e4m3 bool, depth, r, k, n, blocks int) int {
-	operands := 2
-	if e4m3 {
-		operands = 1
-	}
-	tile := 0 // of the block with the largest
-	for _, rows := range []int{n / blocks, (n + blocks - 1) / blocks} {
-		if tiles := (rows + 15) / 16; tiles > 0 {
-			tile = max(tile, (rows+tiles-1)/tiles)
-		}
-	}
-	return 128 + 1024*r + operands*r*(2*k+32) + 128 + 8*depth*64*tile
+// Projector is one of the Project kernels. Those of a format all make the same sums.
+type Projector struct {
+	Kernel      ID
+	E4M3        bool
+	Least, Most int // activation rows
+	Cluster     int // blocks that share K
+	depth       int // runs of 64 bytes of each weight row that a warp has on their way; 0: all of a block's weights
+	wide        bool
 }
+
+// Projectors are the Project kernels, the best first.
+var Projectors = []Projector{
+	{ProjectWhole, true, 1, 1, 1, 0, true},
+	{ProjectWholeRows, true, 2, ProjectRows, 2, 0, true},
+	{ProjectE4m3Deep, true, 1, ProjectRows, 1, 24, false},
+	{ProjectE4m3, true, 1, ProjectRows, 1, 16, false},
+	{ProjectBf16Rows, false, 3, ProjectRows, 8, 6, true},
+	{ProjectBf16Deep, false, 1, ProjectRows, 1, 24, false},
+	{ProjectBf16, false, 1, ProjectRows, 1, 16, false},
+}
+
+// Projection is what a Project kernel is to do on so many blocks: r activation rows of k values times n weight rows, and pieces of windows. The
+// rows are FP32 or BF16, with a factor for each Dim values or, if that is 1, without.
+type Projection struct {
+	R, K, N, Dim, Pieces, Blocks int
+	F32                          bool
+}
+
+// Shared is the shared memory of a block; ok is false where the kernel cannot do it.
+func (j Projector) Shared(p Projection) (size int, ok bool) {
+	operands, pad, run := 2, 64, 32 // run: values in 64 bytes of weights
+	if j.E4M3 {
+		operands, pad, run = 1, 16, 64
+	}
+	ok = j.Least <= p.R && p.R <= j.Most && p.K%run == 0
+	if !j.wide {
+		tile := 0 // of the block with the largest
+		for _, rows := range []int{p.N / p.Blocks, up(p.N, p.Blocks)} {
+			if tiles := up(rows, 16); tiles > 0 {
+				tile = max(tile, up(rows, tiles))
+			}
+		}
+		return 128 + 1024*p.R + operands*p.R*(2*p.K+32) + 128 + 8*j.depth*64*tile, ok
+	}
+	share := up(p.K/run, 8) // the largest of eight
+	chunks := share * 8 / j.Cluster
+	most := up(p.N, p.Blocks)
+	passes := max(1, up(most, 24))
+	tile := up(most, passes)
+	ok = ok && !p.F32 && share*run <= 768 && p.N < math.MaxUint32/(p.Blocks+1) && p.Dim&(p.Dim-1) == 0 && (p.Dim == 1 || p.R*(chunks*run/p.Dim+2) <= 256)
+	size = 320 + 1024 + 1024*p.R + 48*min(up(p.Pieces, p.Blocks), 256) + operands*p.R*(2*run*chunks+pad) + 128
+	if j.depth > 0 {
+		return size + 8*j.depth*64*tile, ok
+	}
+	return size + j.Cluster*tile*(up(64*chunks, 128)*128+64), ok && passes == 1
+}
+
+func up(n, by int) int { return (n + by - 1) / by }
 
 // MaxRows is how many activation rows Gemv and HcUp take.
 const MaxRows = 8
@@ -83,7 +122,7 @@ type Set = code.Set[ID]
 
 // Load loads the machine code into c: the committed one, or that of files. It fails with *driver.ArchError on a GPU there is no code for.
 func Load(c *driver.Context, files fs.FS) (*Set, error) {
-	return code.Load(c, &table, files, []ID{Delta, ProjectBf16, ProjectBf16Deep, ProjectE4m3, ProjectE4m3Deep})
+	return code.Load(c, &table, files, []ID{Delta, ProjectBf16, ProjectBf16Deep, ProjectBf16Rows, ProjectE4m3, ProjectE4m3Deep, ProjectWhole, ProjectWholeRows})
 }
 
 // Layout is the size of every parameter struct followed by the offsets of its fields.

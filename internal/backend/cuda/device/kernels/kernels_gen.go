@@ -14,49 +14,52 @@ type ID int
 
 // The kernels.
 const (
-	SelectBlocks    ID = iota // SelectParams
-	AttendGroup               // AttendGroupParams
-	AttendGroupFp8            // AttendGroupParams
-	MergeGroup                // MergeGroupParams
-	Conv                      // ConvParams
-	Delta                     // DeltaParams
-	DeltaQuarters             // DeltaParams
-	DeltaTurns                // DeltaParams
-	Score                     // ScoreParams
-	Attend                    // AttendParams
-	Merge                     // MergeParams
-	Route                     // RouteParams
-	StemWide                  // StemParams
-	CarryWide                 // CarryParams
-	DraftedTokens             // GatherParams
-	RouteWide                 // RouteParams
-	ExpertUpWide              // ExpertUpParams
-	ExpertDownWide            // ExpertDownParams
-	Likely                    // LikelyParams
-	Gemv                      // GemvParams
-	HcUp                      // HcUpParams
-	ExpertUp                  // ExpertUpParams
-	ExpertDown                // ExpertDownParams
-	Pick                      // PickParams
-	Prep                      // PrepParams
-	PrepScore                 // PrepScoreParams
-	ProjectBf16               // ProjectParams
-	ProjectE4m3               // ProjectParams
-	ProjectBf16Deep           // ProjectParams
-	ProjectE4m3Deep           // ProjectParams
-	Begin                     // BeginParams
-	Embed                     // EmbedParams
-	Inject                    // InjectParams
-	StemNorm                  // StemParams
-	StemAdd                   // StemAddParams
-	Carry                     // CarryParams
-	Table                     // TableParams
-	PleGate                   // PleGateParams
-	PleGateWide               // PleGateParams
-	Gather                    // GatherParams
-	Words                     // WordsParams
-	Report                    // ReportParams
-	Sizes                     // SizesParams
+	SelectBlocks     ID = iota // SelectParams
+	AttendGroup                // AttendGroupParams
+	AttendGroupFp8             // AttendGroupParams
+	MergeGroup                 // MergeGroupParams
+	Conv                       // ConvParams
+	Delta                      // DeltaParams
+	DeltaQuarters              // DeltaParams
+	DeltaTurns                 // DeltaParams
+	Score                      // ScoreParams
+	Attend                     // AttendParams
+	Merge                      // MergeParams
+	Route                      // RouteParams
+	StemWide                   // StemParams
+	CarryWide                  // CarryParams
+	DraftedTokens              // GatherParams
+	RouteWide                  // RouteParams
+	ExpertUpWide               // ExpertUpParams
+	ExpertDownWide             // ExpertDownParams
+	Likely                     // LikelyParams
+	Gemv                       // GemvParams
+	HcUp                       // HcUpParams
+	ExpertUp                   // ExpertUpParams
+	ExpertDown                 // ExpertDownParams
+	Pick                       // PickParams
+	Prep                       // PrepParams
+	PrepScore                  // PrepScoreParams
+	ProjectBf16                // ProjectParams
+	ProjectE4m3                // ProjectParams
+	ProjectBf16Deep            // ProjectParams
+	ProjectE4m3Deep            // ProjectParams
+	ProjectWhole               // ProjectParams
+	ProjectWholeRows           // ProjectParams
+	ProjectBf16Rows            // ProjectParams
+	Begin                      // BeginParams
+	Embed                      // EmbedParams
+	Inject                     // InjectParams
+	StemNorm                   // StemParams
+	StemAdd                    // StemAddParams
+	Carry                      // CarryParams
+	Table                      // TableParams
+	PleGate                    // PleGateParams
+	PleGateWide                // PleGateParams
+	Gather                     // GatherParams
+	Words                      // WordsParams
+	Report                     // ReportParams
+	Sizes                      // SizesParams
 )
 
 // Name is the kernel's name.
@@ -96,6 +99,9 @@ var table = code.Table[ID]{
 		{Name: "project_e4m3", Source: "project", Threads: (256)},
 		{Name: "project_bf16_deep", Source: "project", Threads: (256)},
 		{Name: "project_e4m3_deep", Source: "project", Threads: (256)},
+		{Name: "project_whole", Source: "project", Threads: (256)},
+		{Name: "project_whole_rows", Source: "project", Threads: (256)},
+		{Name: "project_bf16_rows", Source: "project", Threads: (256)},
 		{Name: "begin", Source: "streams", Threads: 256},
 		{Name: "embed", Source: "streams", Threads: 256},
 		{Name: "inject", Source: "streams", Threads: 256},
@@ -138,9 +144,7 @@ type Lane struct {
 	Record uint32
 	Carry  uint32
 	Chain  uint32
-	Deep   uint32
 	From   uint32
-	Lazy   uint32
 }
 
 // Mat mirrors the struct of that name in params.h.
@@ -204,16 +208,18 @@ type Shift struct {
 
 // ProjectParams mirrors the struct of that name in params.h.
 type ProjectParams struct {
-	X       driver.Ptr
-	Squares driver.Ptr
-	R       uint32
-	XLd     uint32
-	K       uint32
-	Dim     uint32
-	Parts   uint32
-	Eps     float32
-	Part    [4]ProjectPart
-	Shift   Shift
+	X        driver.Ptr
+	Squares  driver.Ptr
+	R        uint32
+	XLd      uint32
+	K        uint32
+	Dim      uint32
+	Parts    uint32
+	Eps      float32
+	XF32     uint32
+	Reserved uint32
+	Part     [4]ProjectPart
+	Shift    Shift
 }
 
 // BeginParams mirrors the struct of that name in params.h.
@@ -638,9 +644,7 @@ var layout = []uintptr{
 	unsafe.Offsetof(Lane{}.Record),
 	unsafe.Offsetof(Lane{}.Carry),
 	unsafe.Offsetof(Lane{}.Chain),
-	unsafe.Offsetof(Lane{}.Deep),
 	unsafe.Offsetof(Lane{}.From),
-	unsafe.Offsetof(Lane{}.Lazy),
 	unsafe.Sizeof(Mat{}),
 	unsafe.Offsetof(Mat{}.Codes),
 	unsafe.Offsetof(Mat{}.High),
@@ -694,6 +698,8 @@ var layout = []uintptr{
 	unsafe.Offsetof(ProjectParams{}.Dim),
 	unsafe.Offsetof(ProjectParams{}.Parts),
 	unsafe.Offsetof(ProjectParams{}.Eps),
+	unsafe.Offsetof(ProjectParams{}.XF32),
+	unsafe.Offsetof(ProjectParams{}.Reserved),
 	unsafe.Offsetof(ProjectParams{}.Part),
 	unsafe.Offsetof(ProjectParams{}.Shift),
 	unsafe.Sizeof(BeginParams{}),

@@ -21,12 +21,11 @@ struct Row {
 struct Lane {
   uint32_t first, rows;  // its rows
   uint32_t slot;         // image
-  uint32_t fold;         // recorded rows to bring windows forward by, before anything else
+  uint32_t fold;         // recorded rows to bring fixed states forward by, before anything else
   uint32_t record;       // 1: leave fixed states (folded) alone and record the rows
   uint32_t carry;        // where carried rows are read or appended
   uint32_t chain;        // 1: carried streams come from the chain buffer
-  uint32_t deep, from;   // fold of delta matrices, the same number, whose records are a ring, and the first of them
-  uint32_t lazy;         // 1: record of delta matrices only; a trial, which no pass asks for (docs/kernels.md)
+  uint32_t from;         // the first of the recorded rows of delta matrices, which are a ring
 };
 
 // A stored matrix: rows first..first+rows of an encoded tensor with k columns.
@@ -72,10 +71,11 @@ struct Shift {
 };
 
 struct ProjectParams {
-  const void* x;             // [r][x_ld]: FP32, or BF16 with squares
+  const void* x;             // [r][x_ld]: BF16, or FP32 with x_f32
   const float* squares;      // [r][k/dim][4]: parts of the sum of squares of each dim values, or null
   uint32_t r, x_ld, k, dim, parts;  // r: 1..8
   float eps;
+  uint32_t x_f32, reserved;
   ProjectPart part[4];
   Shift shift;
 };

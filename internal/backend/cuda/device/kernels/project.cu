@@ -1,13 +1,17 @@
 // Streaming products with operands of more than BF16's precision: out[r][n] = sum_k W[n][k] x[r][k], r = 1..8.
 //
 //   project_bf16   W in BF16; x becomes a BF16 part and what that leaves, also in BF16: two tensor instructions a chunk.
-//   project_e4m3   W in E4M3 with a scale a row; x becomes FP16, each warp's share scaled by a power of two.
-//   Grid: any; one block an SM.
+//   project_e4m3   W in E4M3 with a scale a row; x becomes FP16, each share of k scaled by a power of two.
+//   project_whole  the same where a block's weights fit into shared memory: all of them come by bulk copies, behind which no load of another
+//                  block on the SM has to stand. x in BF16.
+//   ..._rows       several rows, in clusters. x in BF16.
+//   Grid: any, a multiple of the cluster; one block an SM.
 //
-// x is FP32, or BF16 times a factor that belongs to a head: 1 over the root of the mean of its squares, which four blocks of the delta
-// rule have summed. Each of eight warps owns a run of k in all of the block's rows and streams it through copies that are private to a
-// lane, in flight before the dependency wait; sums meet in warp order once a tile of 16 rows. On the side the window of the convolution that
-// came before is brought forward, eight channels a thread: the delta rule's blocks share its channels, so none of them may write it.
+// x is FP32, BF16, or BF16 times a factor that belongs to a head: 1 over the root of the mean of its squares, which four blocks of the delta
+// rule have summed. K is cut into eight shares, each a warp's; sums meet in their order. In clusters a block has some of the shares for the
+// rows of all its blocks, so that it reads only its part of the operand, and adds up the rows it would have had alone: all kernels of a format make the
+// same sums, whatever the number of rows. On the side the window of the convolution that came before is brought forward, eight channels a
+// thread: the delta rule's blocks share its channels, so none of them may write it.
 #include "common.cuh"
 
 extern __shared__ __align__(128) uint8_t room[];
@@ -50,11 +54,11 @@ DEVICE uint32_t cut(uint32_t n, uint32_t m, uint32_t i) { return (uint32_t)((uin
 
 // Eight operand values from k on, as FP32.
 DEVICE void operand8(const ProjectParams& p, uint32_t r, uint32_t k, float factor, float* v) {
-  if (p.squares) {
+  if (!p.x_f32) {
     const uint4 q = __ldcg((const uint4*)((const bf16*)p.x + (uint64_t)r * p.x_ld + k));
     v[0] = lo(q.x), v[1] = hi(q.x), v[2] = lo(q.y), v[3] = hi(q.y), v[4] = lo(q.z), v[5] = hi(q.z), v[6] = lo(q.w), v[7] = hi(q.w);
 #pragma unroll
-    for (int i = 0; i < 8; i++) v[i] *= factor;
+    for (int i = 0; i < 8; i++) v[i] = __fmul_rn(v[i], factor);
   } else {
     const float4* q = (const float4*)((const float*)p.x + (uint64_t)r * p.x_ld + k);
     const float4 a = __ldcg(q), b = __ldcg(q + 1);
@@ -62,38 +66,34 @@ DEVICE void operand8(const ProjectParams& p, uint32_t r, uint32_t k, float facto
   }
 }
 
-// Eight channels of a lane's window: asked for as soon as the kernel before this one, which reads the window, is over, and written when they
-// have come. Window, records and new rows are one sequence.
-struct Forward {
-  uint4 v[3];
-  uint32_t shift;
-};
+// Eight channels of a lane's window are a piece. Window, records and new rows are one sequence.
 DEVICE uint32_t pieces(const Shift& s) { return s.count * (s.c / 8); }
-DEVICE uint4 part_of(const Shift& s, const Lane& lane, uint32_t at, uint32_t c) {
-  return __ldcg((const uint4*)((at < s.depth               ? s.window + ((uint64_t)lane.slot * s.depth + at) * s.c
-                                : at < s.depth + lane.fold ? s.records + ((uint64_t)lane.slot * s.verify + at - s.depth) * s.c
-                                                           : s.x + (uint64_t)(lane.first + at - s.depth - lane.fold) * s.c) + c));
+DEVICE uint32_t shift_of(const Lane& lane) { return lane.fold + (lane.record ? 0 : lane.rows); }
+DEVICE const uint4* part_of(const Shift& s, const Lane& lane, uint32_t at, uint32_t c) {
+  return (const uint4*)((at < s.depth               ? s.window + ((uint64_t)lane.slot * s.depth + at) * s.c
+                         : at < s.depth + lane.fold ? s.records + ((uint64_t)lane.slot * s.verify + at - s.depth) * s.c
+                                                    : s.x + (uint64_t)(lane.first + at - s.depth - lane.fold) * s.c) + c);
 }
-DEVICE void ask(const Shift& s, const Lane& lane, uint32_t i, Forward& f) {
-  f.shift = lane.fold + (lane.record ? 0 : lane.rows);
+DEVICE void ask(const Shift& s, const Lane& lane, uint32_t piece, uint4* v) {
 #pragma unroll
   for (uint32_t j = 0; j < 3; j++)
-    if (f.shift && j < s.depth) f.v[j] = part_of(s, lane, f.shift + j, i % (s.c / 8) * 8);
+    if (shift_of(lane) && j < s.depth) v[j] = __ldcg(part_of(s, lane, shift_of(lane) + j, piece % (s.c / 8) * 8));
 }
-DEVICE void bring(const Shift& s, uint32_t i, const Forward& f) {
-  const Lane lane = s.lanes[i / (s.c / 8)];
-  const uint32_t c = i % (s.c / 8) * 8;
+// Writes a piece that has come, of a window of at most three rows, and leaves records.
+DEVICE void bring(const Shift& s, const Lane& lane, uint32_t piece, const uint4* v) {
+  const uint32_t c = piece % (s.c / 8) * 8;
 #pragma unroll
   for (uint32_t j = 0; j < 3; j++)
-    if (f.shift && j < s.depth) *(uint4*)(s.window + ((uint64_t)lane.slot * s.depth + j) * s.c + c) = f.v[j];
+    if (shift_of(lane) && j < s.depth) *(uint4*)(s.window + ((uint64_t)lane.slot * s.depth + j) * s.c + c) = v[j];
+#pragma unroll 1
   for (uint32_t r = 0; r < lane.rows && lane.record; r += 4) {  // four at a time
-    uint4 v[4];
+    uint4 x[4];
 #pragma unroll
     for (uint32_t j = 0; j < 4; j++)
-      if (r + j < lane.rows) v[j] = __ldcg((const uint4*)(s.x + (uint64_t)(lane.first + r + j) * s.c + c));
+      if (r + j < lane.rows) x[j] = __ldcg((const uint4*)(s.x + (uint64_t)(lane.first + r + j) * s.c + c));
 #pragma unroll
     for (uint32_t j = 0; j < 4; j++)
-      if (r + j < lane.rows) *(uint4*)(s.records + ((uint64_t)lane.slot * s.verify + r + j) * s.c + c) = v[j];
+      if (r + j < lane.rows) *(uint4*)(s.records + ((uint64_t)lane.slot * s.verify + r + j) * s.c + c) = x[j];
   }
 }
 
@@ -169,7 +169,7 @@ DEVICE void project(const ProjectParams& p) {
   float scales[2] = {scale_of(0), scale_of(1)};
   const uint32_t share = (pieces(p.shift) + gridDim.x - 1) / gridDim.x, last = min(pieces(p.shift), (blockIdx.x + 1) * share);
   uint32_t piece = blockIdx.x * share + threadIdx.x;
-  Forward forward;
+  uint4 forward[3];
   Lane ahead_of = {};
   if (piece < last) ahead_of = p.shift.lanes[piece / (p.shift.c / 8)];
 
@@ -206,7 +206,7 @@ DEVICE void project(const ProjectParams& p) {
     const uint32_t w[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      v[2 * i] = lo(w[i]) * factor, v[2 * i + 1] = hi(w[i]) * factor;
+      v[2 * i] = __fmul_rn(lo(w[i]), factor), v[2 * i + 1] = __fmul_rn(hi(w[i]), factor);
       most = fmaxf(most, fmaxf(fabsf(v[2 * i]), fabsf(v[2 * i + 1])));
     }
     return most;
@@ -283,7 +283,7 @@ DEVICE void project(const ProjectParams& p) {
       ahead_of = p.shift.lanes[piece / (p.shift.c / 8)];
       ask(p.shift, ahead_of, piece, forward);
     }
-    bring(p.shift, piece, forward);
+    bring(p.shift, p.shift.lanes[piece / (p.shift.c / 8)], piece, forward);
   }
   __syncwarp();
   pdl_trigger();
@@ -346,3 +346,300 @@ NINFER_KERNEL(project_bf16, ProjectParams, kProject, 1) { project<false, 16>(p);
 NINFER_KERNEL(project_e4m3, ProjectParams, kProject, 1) { project<true, 16>(p); }
 NINFER_KERNEL(project_bf16_deep, ProjectParams, kProject, 1) { project<false, 24>(p); }
 NINFER_KERNEL(project_e4m3_deep, ProjectParams, kProject, 1) { project<true, 24>(p); }
+
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// As cut, of numbers whose product is one too: 64-bit divisions take a block longer than its copies.
+DEVICE uint32_t part(uint32_t n, uint32_t m, uint32_t i) { return n * i / m; }
+
+// kDepth: groups of 64 bytes of each row that a warp has on their way, through copies private to a lane; 0 for all of the block's weights at
+// once by bulk copies, where a block has at most kPass rows. C: blocks of a cluster.
+template <bool F8, int kDepth, uint32_t C>
+DEVICE void project_wide(const ProjectParams& p) {
+  constexpr bool kWhole = kDepth == 0;
+  // SH: shares of a block; kPass: rows at a time; kTasks: rows and shares of the operand that a warp makes, where C = 1 takes one row
+  constexpr uint32_t W = kProject / 32, SH = W / C, kPass = 24, kTasks = C == 1 ? 1 : SH;
+  constexpr uint32_t ks = F8 ? 64 : 32;  // k positions of a chunk: 64 bytes of a row
+  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  uint32_t rank = 0;
+  if (C > 1) {
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    cluster_arrive();  // a block's shared memory is written once it has begun
+  }
+  const uint32_t all = p.k / ks, most_chunks = (all + W - 1) / W * SH, row_bytes = F8 ? p.k : 2 * p.k;
+  const uint32_t pitch = most_chunks * ks * 2 + (F8 ? 16 : 64);  // of an operand's row: no bank twice
+  const uint32_t piece_share = (pieces(p.shift) + gridDim.x - 1) / gridDim.x, last = min(pieces(p.shift), (blockIdx.x + 1) * piece_share);
+  uint32_t piece = blockIdx.x * piece_share + threadIdx.x;
+  // shared memory: powers of two [r][share], a barrier, factors [r][head], sums [share][r][32], pieces of windows [thread][48], operand [r][pitch] and
+  // again what it leaves, weights [block's rows][row_pitch] or copies [warp][kDepth][row][64]
+  float *undos = (float*)room, *factors = undos + 80, *sums = (float*)(room + 320 + 1024);
+  const uint32_t bar = shared_at(room) + 256, windows = shared_at(sums) + W * p.r * 128, xs = windows + min(piece_share, kProject) * 48, rest = xs + p.r * pitch;
+  const uint32_t weights = (xs + (F8 ? 1 : 2) * p.r * pitch + 127) & ~127u, row_pitch = (most_chunks * 64 + 127) / 128 * 128 + 64;
+  uint32_t total = 0;
+  for (uint32_t i = 0; i < p.parts; i++) total += p.part[i].rows;
+  const uint32_t set = warp / SH, mine = warp % SH, share = rank * SH + mine;  // this warp's: rows of block set of the cluster, k
+  const uint32_t home = blockIdx.x - rank, begin = part(total, gridDim.x, home + set), end = part(total, gridDim.x, home + set + 1);
+  const uint32_t most = (total + gridDim.x - 1) / gridDim.x, passes = (most + kPass - 1) / kPass, tile = (most + passes - 1) / passes;
+  const uint32_t first_chunk = part(all, W, rank * SH), last_chunk = part(all, W, rank * SH + SH), chunk0 = part(all, W, share), chunks = part(all, W, share + 1) - chunk0;
+  auto row_at = [&](uint32_t n, uint32_t chunk) -> const uint8_t* {
+    uint32_t i = 0;
+    while (n >= p.part[i].rows) n -= p.part[i++].rows;
+    return (const uint8_t*)p.part[i].w + (uint64_t)n * row_bytes + chunk * 64;
+  };
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+
+  // In the epilogue a thread is one row and weight row of a pass. Scales are far away: asked for before everything else, looked at last.
+  const uint32_t own = part(total, gridDim.x, blockIdx.x), stop = part(total, gridDim.x, blockIdx.x + 1), of_row = threadIdx.x / 32, of_place = threadIdx.x % 32;
+  auto ask_scale = [&](uint32_t i) -> uint32_t {
+    uint32_t n = own + i * tile + of_place, j = 0, v = 0;
+    if (!F8 || of_row >= p.r || of_place >= tile || n >= stop) return 0;
+    while (n >= p.part[j].rows) n -= p.part[j++].rows;
+    if (p.part[j].scale_f32)
+      asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"((const float*)p.part[j].scale + n));
+    else
+      asm volatile("ld.global.nc.u16 %0, [%1];" : "=r"(v) : "l"((const bf16*)p.part[j].scale + n));
+    return v;
+  };
+  uint32_t scale_now = ask_scale(0);
+
+  // Copies run ahead of the work by kDepth chunks, across passes.
+  const uint32_t stride = tile * 64, ring = weights + warp * (kDepth * stride) + g * 64 + t * 16;
+  uint32_t ahead_pass = 0, ahead_chunk = chunks, ahead_slot = 0;
+  const uint8_t* src[3] = {};
+  auto copy_next = [&]() {
+    if (ahead_chunk == chunks) {
+      const uint32_t first = begin + ahead_pass * tile, stop = min(end, first + tile);
+#pragma unroll
+      for (int j = 0; j < 3; j++) src[j] = ahead_pass < passes && first + g + 8 * j < stop ? row_at(first + g + 8 * j, chunk0) + t * 16 : nullptr;
+      ahead_chunk = 0, ahead_pass++;
+    }
+    const uint32_t to = ring + ahead_slot * stride;
+#pragma unroll
+    for (int j = 0; j < 3; j++)
+      if (src[j]) asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(to + 512 * j), "l"(src[j] + ahead_chunk * 64), "l"(policy) : "memory");
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    ahead_chunk++;
+    if (++ahead_slot == kDepth) ahead_slot = 0;
+  };
+  if constexpr (kWhole) {
+    if (threadIdx.x == 0) {
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(bar) : "memory");
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      const uint32_t rows = part(total, gridDim.x, home + C) - part(total, gridDim.x, home);
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(rows * (last_chunk - first_chunk) * 64) : "memory");
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < C * tile && last_chunk > first_chunk; i += kProject) {
+      const uint32_t n = part(total, gridDim.x, home + i / tile) + i % tile;
+      if (n < part(total, gridDim.x, home + i / tile + 1))
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(weights + i * row_pitch),
+                     "l"(row_at(n, first_chunk)), "r"((last_chunk - first_chunk) * 64), "r"(bar), "l"(policy)
+                     : "memory");
+    }
+    __syncwarp();
+  } else if (chunks) {
+#pragma unroll 1
+    for (int i = 0; i < kDepth; i++) copy_next();
+  }
+
+  const uint32_t wide = p.shift.c / 8;
+  Lane of_piece = {};
+  if (piece < last) of_piece = p.shift.lanes[piece / wide];
+  __syncwarp();
+
+  pdl_wait();
+  // The block's shares of the operand, a warp a row and share, eight values a unit and at most three units a lane: asked for all at once.
+  uint4 x[kTasks][3];
+  auto of_task = [&](int i, uint32_t& r, uint32_t& k0, uint32_t& units) {
+    const uint32_t q = warp + W * i, c0 = part(all, W, rank * SH + q % SH);
+    r = q / SH, k0 = c0 * ks, units = q < p.r * SH ? (part(all, W, rank * SH + q % SH + 1) - c0) * ks / 8 : 0;
+  };
+#pragma unroll
+  for (int i = 0; i < kTasks; i++) {
+    uint32_t r, k0, units;
+    of_task(i, r, k0, units);
+#pragma unroll
+    for (int j = 0; j < 3; j++) {
+      x[i][j] = make_uint4(0, 0, 0, 0);
+      if (lane + 32 * j < units) x[i][j] = __ldcg((const uint4*)((const bf16*)p.x + (uint64_t)r * p.x_ld + k0) + lane + 32 * j);
+    }
+  }
+  const uint32_t dim = 31 - __clz(p.dim), head0 = first_chunk * ks >> dim, heads = last_chunk > first_chunk ? (last_chunk * ks - 1 >> dim) - head0 + 1 : 0;
+  if (p.squares && threadIdx.x < p.r * heads) {
+    const float4 s = __ldcg((const float4*)p.squares + (uint64_t)(threadIdx.x / heads) * (p.k >> dim) + head0 + threadIdx.x % heads);
+    factors[threadIdx.x] = 1.0f / sqrtf((s.x + s.y + s.z + s.w) / p.dim + p.eps);
+  }
+  const uint32_t window = windows + threadIdx.x * 48;
+  if (shift_of(of_piece))
+#pragma unroll
+    for (uint32_t j = 0; j < 3; j++)
+      if (j < p.shift.depth)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(window + 16 * j), "l"(part_of(p.shift, of_piece, shift_of(of_piece) + j, piece % wide * 8)) : "memory");
+  asm volatile("cp.async.commit_group;" ::: "memory");
+  __syncwarp();
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kTasks; i++) {
+    uint32_t r, k0, units;
+    of_task(i, r, k0, units);
+    if (warp + W * i >= p.r * SH) break;  // the warp
+    const uint32_t to0 = r * pitch + (k0 - first_chunk * ks) * 2;
+    float largest = 0.0f, scale = 1.0f, factor[3];
+#pragma unroll
+    for (int j = 0; j < 3; j++) {
+      factor[j] = p.squares && lane + 32 * j < units ? factors[r * heads + (k0 + (lane + 32 * j) * 8 >> dim) - head0] : 1.0f;
+      const uint32_t w[4] = {x[i][j].x, x[i][j].y, x[i][j].z, x[i][j].w};
+#pragma unroll
+      for (int h = 0; h < 4; h++) largest = fmaxf(largest, fmaxf(fabsf(__fmul_rn(lo(w[h]), factor[j])), fabsf(__fmul_rn(hi(w[h]), factor[j]))));
+    }
+    if (F8) {
+      __syncwarp();
+      const int shift = max(-100, min(100, 141 - (int)(__reduce_max_sync(~0u, __float_as_uint(largest)) >> 23)));
+      if (lane == 0) undos[warp + W * i] = __uint_as_float((uint32_t)(127 - shift) << 23);
+      scale = __uint_as_float((uint32_t)(127 + shift) << 23);
+      __syncwarp();
+    }
+#pragma unroll
+    for (int j = 0; j < 3; j++)
+      if (lane + 32 * j < units) {
+        const uint32_t to = to0 + (lane + 32 * j) * 16, w[4] = {x[i][j].x, x[i][j].y, x[i][j].z, x[i][j].w};
+        uint32_t a[4], rest_of[4];
+#pragma unroll
+        for (int h = 0; h < 4; h++) {
+          const float v0 = __fmul_rn(lo(w[h]), factor[j]), v1 = __fmul_rn(hi(w[h]), factor[j]);  // no fused operation: the same in all kernels
+          if (F8) {
+            a[h] = two_f16(v0 * scale, v1 * scale);
+          } else {
+            a[h] = two_bf16(v0, v1);
+            rest_of[h] = two_bf16(v0 - lo(a[h]), v1 - hi(a[h]));
+          }
+        }
+        shared_store(xs + to, make_uint4(a[0], a[1], a[2], a[3]));
+        if (!F8) shared_store(rest + to, make_uint4(rest_of[0], rest_of[1], rest_of[2], rest_of[3]));
+      }
+  }
+  __syncwarp();  // barriers of whole warps from here on
+  __syncthreads();
+  pdl_trigger();
+
+  const bool live = g < p.r;
+  float undo[2] = {1.0f, 1.0f};
+  if (F8)
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+      if (2 * t + j < p.r) undo[j] = undos[(2 * t + j) * SH + mine];
+  uint32_t to_sums = shared_at(sums) + share * p.r * 128 + g * 4;
+  if (C > 1) asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to_sums) : "r"(to_sums), "r"(set));
+  __syncwarp();
+  if (C > 1) cluster_wait();
+  if (kWhole) asm volatile("{.reg .pred p; L: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0; @p bra D; bra L; D: }" ::"r"(bar) : "memory");
+  __syncwarp();
+  uint32_t slot = 0;
+#pragma unroll 1
+  for (uint32_t i = 0; i < passes; i++) {
+    float acc[4][4] = {}, more[4][4] = {};  // independent sums: tensor instructions that wait for each other are slow
+    const uint32_t at = kWhole ? weights + (set * tile + g) * row_pitch + (chunk0 - first_chunk) * 64 + t * 16 : ring, step = kWhole ? row_pitch : 64;
+    // Rows of a tile and a half; one beyond the pass is any row.
+    const uint32_t at0 = g < tile ? at : at - g * step, at1 = g + 8 < tile ? at + 8 * step : at0, at2 = g + 16 < tile ? at + 16 * step : at0;
+    uint32_t at_x = (live ? g : 0) * pitch + (chunk0 - first_chunk) * ks * 2 + t * ks / 2;
+#pragma unroll 2
+    for (uint32_t c = 0; c < chunks; c++) {
+      if (!kWhole) asm volatile("cp.async.wait_group %0;" ::"n"(kDepth - 1) : "memory");  // the windows are a group too
+      const uint32_t from = kWhole ? c * 64 : slot * stride;
+      uint4 x0 = shared_load(xs + at_x), x1 = shared_load(F8 ? xs + at_x + 16 : rest + at_x);
+      if (!live) x0 = x1 = make_uint4(0, 0, 0, 0);
+      auto multiply = [&](float (*acc)[4], uint4 u, uint4 v, bool whole) {
+        if (F8) {
+          uint2 a = e4m3_to_f16(u.x), b = whole ? e4m3_to_f16(v.x) : make_uint2(0, 0);
+          multiply_f16(acc[0], a.x, b.x, a.y, b.y, x0.x, x0.y);
+          a = e4m3_to_f16(u.y), b = whole ? e4m3_to_f16(v.y) : make_uint2(0, 0);
+          multiply_f16(acc[1], a.x, b.x, a.y, b.y, x0.z, x0.w);
+          a = e4m3_to_f16(u.z), b = whole ? e4m3_to_f16(v.z) : make_uint2(0, 0);
+          multiply_f16(acc[2], a.x, b.x, a.y, b.y, x1.x, x1.y);
+          a = e4m3_to_f16(u.w), b = whole ? e4m3_to_f16(v.w) : make_uint2(0, 0);
+          multiply_f16(acc[3], a.x, b.x, a.y, b.y, x1.z, x1.w);
+        } else {
+          multiply_bf16(acc[0], u.x, v.x, u.y, v.y, x0.x, x0.y);
+          multiply_bf16(acc[1], u.z, v.z, u.w, v.w, x0.z, x0.w);
+          multiply_bf16(acc[2], u.x, v.x, u.y, v.y, x1.x, x1.y);
+          multiply_bf16(acc[3], u.z, v.z, u.w, v.w, x1.z, x1.w);
+        }
+      };
+      multiply(acc, shared_load(at0 + from), shared_load(at1 + from), true);
+      if (tile > 16) multiply(more, shared_load(at2 + from), make_uint4(0, 0, 0, 0), false);
+      if (!kWhole) {
+        copy_next();
+        if (++slot == kDepth) slot = 0;
+      }
+      at_x += ks * 2;
+    }
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+      if (2 * t + j < p.r)
+#pragma unroll
+        for (uint32_t h = 0; h < 3; h++) {
+          const float* a = h < 2 ? acc[0] + j + h * 2 : more[0] + j;
+          const float v = ((a[0] + a[4]) + (a[8] + a[12])) * undo[j];
+          const uint32_t to = to_sums + (2 * t + j) * 128 + 32 * h;
+          if (g + 8 * h >= tile) continue;
+          if (C > 1)
+            asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
+          else
+            asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
+        }
+    auto meet = [&]() {
+      __syncwarp();
+      if (C > 1) {
+        cluster_arrive();
+        cluster_wait();
+      } else {
+        __syncthreads();
+      }
+    };
+    meet();
+    uint32_t n = own + i * tile + of_place;
+    if (of_row < p.r && of_place < tile && n < stop) {
+      float v = 0.0f;
+#pragma unroll
+      for (int w = 0; w < W; w++) v += sums[w * p.r * 32 + threadIdx.x];
+      uint32_t j = 0;
+      while (n >= p.part[j].rows) n -= p.part[j++].rows;
+      const ProjectPart& q = p.part[j];
+      if (F8) v *= __uint_as_float(q.scale_f32 ? scale_now : scale_now << 16);
+      q.out[(uint64_t)of_row * q.out_ld + n] = to_bf16(v);
+    }
+    if (i + 1 == passes) break;
+    scale_now = ask_scale(i + 1);
+    meet();
+  }
+  // Windows are brought forward where nobody waits for it.
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  if (piece < last) {
+    uint4 v[3];
+#pragma unroll
+    for (uint32_t j = 0; j < 3; j++) v[j] = shared_load(window + 16 * j);
+    bring(p.shift, of_piece, piece, v);
+  }
+#pragma unroll 1
+  for (piece += kProject; piece < last; piece += kProject) {
+    const Lane l = p.shift.lanes[piece / wide];
+    uint4 v[3];
+    ask(p.shift, l, piece, v);
+    bring(p.shift, l, piece, v);
+  }
+}
+
+// Here the last argument is a kernel's registers: 96 leave room for two blocks of the delta rule.
+#undef NINFER_KERNEL
+#define NINFER_KERNEL(name, Params, threads, registers) extern "C" __global__ void __maxnreg__(registers) name(const __grid_constant__ Params p)
+#define CLUSTER(name, n) extern "C" __global__ void __cluster_dims__(n, 1, 1) name(const __grid_constant__ ProjectParams p);
+CLUSTER(project_whole_rows, 2)
+CLUSTER(project_bf16_rows, 8)
+
+NINFER_KERNEL(project_whole, ProjectParams, kProject, 96) { project_wide<true, 0, 1>(p); }
+NINFER_KERNEL(project_whole_rows, ProjectParams, kProject, 96) { project_wide<true, 0, 2>(p); }
+NINFER_KERNEL(project_bf16_rows, ProjectParams, kProject, 112) { project_wide<false, 6, 8>(p); }

@@ -5,13 +5,13 @@
 
 __device__ const uint32_t kSizes[] = {
   sizeof(Row), offsetof(Row, lane), offsetof(Row, index), offsetof(Row, at), offsetof(Row, token), offsetof(Row, pos), offsetof(Row, slot), offsetof(Row, media), offsetof(Row, reserved),
-  sizeof(Lane), offsetof(Lane, first), offsetof(Lane, rows), offsetof(Lane, slot), offsetof(Lane, fold), offsetof(Lane, record), offsetof(Lane, carry), offsetof(Lane, chain), offsetof(Lane, deep), offsetof(Lane, from), offsetof(Lane, lazy),
+  sizeof(Lane), offsetof(Lane, first), offsetof(Lane, rows), offsetof(Lane, slot), offsetof(Lane, fold), offsetof(Lane, record), offsetof(Lane, carry), offsetof(Lane, chain), offsetof(Lane, from),
   sizeof(Mat), offsetof(Mat, codes), offsetof(Mat, high), offsetof(Mat, scales), offsetof(Mat, divisors), offsetof(Mat, format), offsetof(Mat, first), offsetof(Mat, rows), offsetof(Mat, k), offsetof(Mat, stride), offsetof(Mat, high_stride), offsetof(Mat, scale_stride), offsetof(Mat, expert_rows),
   sizeof(Part), offsetof(Part, m), offsetof(Part, out), offsetof(Part, out_ld), offsetof(Part, flags), offsetof(Part, scale), offsetof(Part, reserved),
   sizeof(GemvParams), offsetof(GemvParams, x), offsetof(GemvParams, r), offsetof(GemvParams, x_ld), offsetof(GemvParams, x_f32), offsetof(GemvParams, parts), offsetof(GemvParams, part),
   sizeof(ProjectPart), offsetof(ProjectPart, w), offsetof(ProjectPart, scale), offsetof(ProjectPart, out), offsetof(ProjectPart, rows), offsetof(ProjectPart, out_ld), offsetof(ProjectPart, scale_f32), offsetof(ProjectPart, reserved),
   sizeof(Shift), offsetof(Shift, lanes), offsetof(Shift, x), offsetof(Shift, window), offsetof(Shift, records), offsetof(Shift, count), offsetof(Shift, c), offsetof(Shift, depth), offsetof(Shift, verify),
-  sizeof(ProjectParams), offsetof(ProjectParams, x), offsetof(ProjectParams, squares), offsetof(ProjectParams, r), offsetof(ProjectParams, x_ld), offsetof(ProjectParams, k), offsetof(ProjectParams, dim), offsetof(ProjectParams, parts), offsetof(ProjectParams, eps), offsetof(ProjectParams, part), offsetof(ProjectParams, shift),
+  sizeof(ProjectParams), offsetof(ProjectParams, x), offsetof(ProjectParams, squares), offsetof(ProjectParams, r), offsetof(ProjectParams, x_ld), offsetof(ProjectParams, k), offsetof(ProjectParams, dim), offsetof(ProjectParams, parts), offsetof(ProjectParams, eps), offsetof(ProjectParams, x_f32), offsetof(ProjectParams, reserved), offsetof(ProjectParams, part), offsetof(ProjectParams, shift),
   sizeof(BeginParams), offsetof(BeginParams, host), offsetof(BeginParams, device), offsetof(BeginParams, n), offsetof(BeginParams, reserved),
   sizeof(EmbedParams), offsetof(EmbedParams, rows), offsetof(EmbedParams, media), offsetof(EmbedParams, x), offsetof(EmbedParams, w), offsetof(EmbedParams, h), offsetof(EmbedParams, s),
   sizeof(InjectParams), offsetof(InjectParams, x), offsetof(InjectParams, y), offsetof(InjectParams, inject), offsetof(InjectParams, norm), offsetof(InjectParams, n), offsetof(InjectParams, copy), offsetof(InjectParams, h), offsetof(InjectParams, s), offsetof(InjectParams, eps), offsetof(InjectParams, reserved),
