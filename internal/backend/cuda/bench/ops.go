@@ -389,13 +389,14 @@ func (b *bench) experts(variant string) {
 	}
 	logits := [2]driver.Ptr{b.alloc(4 * maxBatch * experts), b.alloc(4 * maxBatch * experts)}
 	gated := b.bf16(maxBatch*topk*inner, 1)
-	sharedHidden, sharedLogit := b.bf16(maxBatch*inner, 1), b.alloc(4*maxBatch)
+	sharedHidden, sharedLogit, sharedOut := b.bf16(maxBatch*inner, 1), b.alloc(4*maxBatch), b.alloc(4*maxBatch*hidden)
 	out := b.alloc(2 * maxBatch * hidden)
 	for _, batch := range b.batches {
 		type tuning struct {
 			slots, trigger uint32 // of gate/up for one row; trigger 1 means the first tile
 			router         uint32 // its trigger, plus 1
 			late           bool   // down waits before it asks for weights
+			early          uint32 // of several rows: experts that down asks for before it waits
 		}
 		tunes := []tuning{{}}
 		if b.sweep && batch == 1 {
@@ -407,6 +408,12 @@ func (b *bench) experts(variant string) {
 				}
 			}
 			tunes = append(tunes, tuning{late: true}, tuning{slots: 6, trigger: 1})
+		}
+		if b.sweep && batch > 1 {
+			for _, early := range []uint32{1, 2, 6, 9} {
+				tunes = append(tunes, tuning{early: early}, tuning{early: early, trigger: 2})
+			}
+			tunes = append(tunes, tuning{trigger: 2}, tuning{trigger: 4}, tuning{slots: 3}, tuning{late: true}, tuning{router: 1}, tuning{router: 3})
 		}
 		for i, tune := range tunes {
 			rPlan, rp, err := b.set.Limits.Router(fp8, batch, hidden, experts, inner)
@@ -421,6 +428,9 @@ func (b *bench) experts(variant string) {
 			}
 			dPlan, dp, err := b.set.Limits.ExpertDown(batch, hidden, experts, topk, inner, !tune.late)
 			must(err)
+			if tune.early > 0 {
+				dp.Early = tune.early
+			}
 			router := func(i int) {
 				l := &layers[i%len(layers)]
 				rp.X, rp.Router, rp.RouterScale, rp.Gate, rp.GateScale = x[i%inputs], l.router.W, l.router.Scale, l.gate.W, l.gate.Scale
@@ -430,11 +440,12 @@ func (b *bench) experts(variant string) {
 			}
 			gateUp := func(i int) {
 				up.X, up.Logits, up.Bank, up.Divisor, up.Hidden = x[i%inputs], logits[i%2], upBank[i%banks], divisor, gated
+				up.SharedW, up.SharedHidden, up.SharedLogit, up.SharedOut = layers[i%len(layers)].down.W, sharedHidden, sharedLogit, sharedOut
 				launch(b.rig, uPlan, &up)
 			}
 			down := func(i int) {
 				dp.Logits, dp.Hidden, dp.Bank, dp.Divisor = logits[i%2], gated, downBank[i%banks], divisor
-				dp.SharedW, dp.SharedHidden, dp.SharedLogit, dp.Out = layers[i%len(layers)].down.W, sharedHidden, sharedLogit, out
+				dp.SharedW, dp.SharedHidden, dp.SharedLogit, dp.SharedOut, dp.Out = layers[i%len(layers)].down.W, sharedHidden, sharedLogit, sharedOut, out
 				launch(b.rig, dPlan, &dp)
 			}
 			const n = 96

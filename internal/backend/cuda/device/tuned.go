@@ -404,7 +404,7 @@ func (s *step) tunedMoE(l *loader, op backend.MoE) func(*pass) error {
 	vector, _ := tunedMatrix(l.matrix(w.SharedVector))
 	down, _ := tunedMatrix(l.matrix(w.SharedDown))
 	logits, sharedLogit := l.rows("router logits", 4*w.Experts), l.rows("shared logit", 4)
-	hidden, shared := l.rows("expert hidden", 2*w.TopK*w.Inter), l.rows("shared hidden", 2*w.Inter)
+	hidden, shared, sharedOut := l.rows("expert hidden", 2*w.TopK*w.Inter), l.rows("shared hidden", 2*w.Inter), l.rows("shared expert", 4*h)
 	route := plain.RouteParams{
 		Logits: logits, Chosen: l.rows("experts", 4*w.TopK), Weight: l.rows("expert weights", 4*w.TopK), Experts: uint32(w.Experts), Topk: uint32(w.TopK), Normalize: 1,
 	}
@@ -427,9 +427,9 @@ func (s *step) tunedMoE(l *loader, op backend.MoE) func(*pass) error {
 			q.r.ScaleF32 = router.flags & kernels.PartScaleF32 / kernels.PartScaleF32
 			q.r.Ahead = s.aheadOf(later, int(q.r.R))
 			q.u.X, q.u.Logits, q.u.Bank, q.u.Divisor, q.u.Hidden = x, lg, upBank.tiles, upBank.divisors, hid
-			q.u.Distinct = distinct
+			q.u.SharedW, q.u.SharedHidden, q.u.SharedLogit, q.u.SharedOut = down.w, sh, sl, sharedOut+at*driver.Ptr(4*h)
 			q.d.Logits, q.d.Hidden, q.d.Bank, q.d.Divisor, q.d.SharedW = lg, hid, downBank.tiles, downBank.divisors, down.w
-			q.d.SharedHidden, q.d.SharedLogit, q.d.Out = sh, sl, out+at*driver.Ptr(2*h)
+			q.d.SharedHidden, q.d.SharedLogit, q.d.SharedOut, q.d.Out, q.d.Distinct = sh, sl, q.u.SharedOut, out+at*driver.Ptr(2*h), distinct
 			if err := tunedRun(p, q.router, &q.r); err != nil {
 				return err
 			}

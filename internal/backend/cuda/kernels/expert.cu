@@ -1,4 +1,4 @@
-// Routed experts for R = 1..8 rows: top-k and gate/up, then down with the shared expert's second half and the weighted sum.
+// Routed experts for R = 1..8 rows: top-k and gate/up, then down with the weighted sum; the shared expert's second half beside them.
 //
 //   expert_gate_up  top-k of the logits (soft-max over the k, lowest id on ties), then for each of a row's experts
 //                   h = silu(Wg x) * (Wu x), BF16 [R][topk][I].
@@ -11,220 +11,25 @@
 //   Down: tiles of 8 rows. Per 128 k 512 bytes of codes (lane: first 64 k, second 64 k of row g), then two scales a lane.
 //   K <= 2,560, E <= 512, topk <= 16, K % 128 = 0, I % 128 = 0, H % 16 = 0.
 //
-// Rows are worked on one by one: they seldom share experts, what they share is in L2, and a row keeps its bits whatever rows are beside it.
-// The kernels named _rows take several rows in a block's turn, so that copies go on from row to row; those for one row take several as
-// rows of blocks, for GPUs with less shared memory. A lane's 16 codes of a row have one scale, and one activation row leaves seven of the tensor
-// instruction's columns idle. So the four lanes of a row put their activations into a column each (2 t): then a lane's result is the
-// sum over its own 16 k, the scale multiplies that sum, and a weight costs nothing but its place in a BF16 number.
+// Rows are worked on one by one: they seldom share experts, what they share is in L2, and a row keeps its bits whatever rows are beside it:
+// the kernels named _rows take several rows, in other places and at other times, but add up alike. A lane's 16 codes of a row have one scale,
+// and one activation row leaves seven of the tensor instruction's columns idle. So the four lanes of a row put their activations into columns
+// of their own (2 t, and 2 t + 1 for other weights at the same time): then a lane's result is the sum over its own 16 k, the scale multiplies
+// that sum, and a weight costs nothing but its place in a BF16 number.
 //
-// Plan of a block for one row: expert_gate_up owns a run of (expert, tile) items; one warp chooses the experts and then fetches tiles, a few ahead,
+// Plan of a block for one row: expert_gate_up owns a run of (expert, tile) items; eight warps choose the experts, one fetches tiles, a few ahead,
 // by bulk copies; ten warps have two pairs (128 k) each in every tile, their activations in registers; sums meet once at the end.
 // expert_down owns two or three tiles of eight rows over all experts: one bulk copy an expert, all on their way before the
 // dependency wait where the kernel before it triggered after its own (R3). Rows g and g + 8 of its tensor instruction are two
 // (tile, pair) units of one expert, told apart by columns 2 t and 2 t + 1. Fixed order of sums, no atomics on floats.
+#include "choose.cuh"
 #include "common.cuh"
 #include "params.h"
 
 extern __shared__ __align__(128) uint8_t smem[];
 
-static constexpr int kMaxExperts = 512;
-static constexpr int kMaxTop = 16;
 static constexpr uint32_t kPairBytes = 1152;  // 128 k of a gate/up tile
 static constexpr uint32_t kHalfBytes = 576;   // 128 k of a down tile
-
-// ---- routing ----
-
-// Number of lanes with a larger key, or an equal one and a lower lane. All keys go through shared memory: 32 words at scratch.
-NINFER_DEVICE uint32_t place_of(uint32_t key, uint32_t* scratch) {
-  const uint32_t lane = threadIdx.x % 32;
-  __syncwarp();
-  scratch[lane] = key;
-  __syncwarp();
-  uint32_t place = 0;
-#pragma unroll
-  for (int i = 0; i < 8; i++) {
-    const uint4 v = lds128(smem_addr(scratch + 4 * i));
-    place += (v.x > key) + (v.y > key) + (v.z > key) + (v.w > key);
-  }
-  __syncwarp();  // the words may be written again
-  return place + __popc(__match_any_sync(~0u, key) & ((1u << lane) - 1));
-}
-
-// One warp: top-k of a row. Lane l holds a run of c experts, so of equal keys the one in the lowest lane, then first in its lane, has
-// the lowest id. The k-th largest of the lanes' maxima is a bound that k keys reach; only keys of the k lanes with the largest
-// maxima can win, usually a dozen, and those are ranked by counting. More than 32 of them take the plain way, one winner a round.
-__device__ __noinline__ void top_of_row(const float* logits, uint32_t experts, uint32_t topk, uint16_t* id, float* weight, uint32_t* scratch) {
-  STAMP_BEGIN(300)
-  const uint32_t lane = threadIdx.x % 32, c = ceil_div(experts, 32), first = lane * c;
-  uint32_t key[16];  // 0: no expert; a NaN logit counts as the smallest number
-  if (experts == kMaxExperts) {
-    uint4 v[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) v[i] = ldg_l2(logits + first + 4 * i);
-#pragma unroll
-    for (int i = 0; i < 16; i++) {
-      const float f = __uint_as_float((&v[i / 4].x)[i % 4]) + 0.0f;
-      const uint32_t b = __float_as_uint(f);
-      key[i] = f == f ? b ^ ((uint32_t)((int)b >> 31) | 0x80000000u) : 1;
-    }
-  } else {
-    for (int i = 0; i < 16; i++) key[i] = 0;
-    for (uint32_t n = 0; n < c && first + n < experts; n++) {
-      const uint32_t k = max(1u, float_key(ldg_l2_f32(logits + first + n)));
-#pragma unroll
-      for (int i = 0; i < 16; i++)
-        if (i == (int)n) key[i] = k;
-    }
-  }
-  STAMP(1)
-  uint32_t best = 0;
-#pragma unroll
-  for (int i = 0; i < 16; i += 4) best = max(best, max(max(key[i], key[i + 1]), max(key[i + 2], key[i + 3])));
-  const uint32_t place = place_of(best, scratch);
-  STAMP(2)
-  const uint32_t bound = max(1u, __shfl_sync(~0u, best, __ffs(__ballot_sync(~0u, place == topk - 1)) - 1));
-  uint32_t mine = 0;
-  if (place < topk)
-#pragma unroll
-    for (int i = 0; i < 16; i++) mine += key[i] >= bound;
-  uint32_t upto = mine;  // inclusive sum over lanes
-#pragma unroll
-  for (int o = 1; o < 32; o *= 2) {
-    uint32_t v = __shfl_up_sync(~0u, upto, o);
-    if ((int)lane >= o) upto += v;
-  }
-  const uint32_t count = __shfl_sync(~0u, upto, 31);
-  STAMP(3)
-  uint32_t won = 0, won_id = 0;  // lane j: the j-th winner
-  if (count <= 32) {
-    uint32_t at = upto - mine;  // candidates in order of id
-    if (mine)
-#pragma unroll
-      for (int i = 0; i < 16; i++)
-        if (key[i] >= bound) scratch[at] = key[i], scratch[32 + at] = first + i, ++at;
-    __syncwarp();
-    STAMP(4)
-    const uint32_t k = lane < count ? scratch[lane] : 0, e = scratch[32 + lane];
-    const uint32_t rank = place_of(k, scratch + 64);
-    __syncwarp();
-    if (lane < count && rank < topk) scratch[rank] = k, scratch[32 + rank] = e;
-    __syncwarp();
-    won = scratch[lane], won_id = scratch[32 + lane];
-    STAMP(5)
-  } else {
-    for (uint32_t j = 0; j < topk; j++) {
-      best = 0;
-#pragma unroll
-      for (int i = 0; i < 16; i++) best = max(best, key[i]);
-      const uint32_t top = __reduce_max_sync(~0u, best);
-      const uint32_t owner = __ffs(__ballot_sync(~0u, best == top)) - 1;
-      uint32_t where = 0;
-      if (lane == owner) {
-        bool gone = false;
-#pragma unroll
-        for (int i = 0; i < 16; i++)
-          if (!gone && key[i] == top) key[i] = 0, gone = true, where = first + i;
-      }
-      where = __shfl_sync(~0u, where, owner);
-      if (lane == j) won = top, won_id = where;
-    }
-  }
-  auto value = [](uint32_t k) { return __uint_as_float(k & 0x80000000u ? k & 0x7fffffffu : ~k); };
-  const float largest = value(__shfl_sync(~0u, won, 0));
-  float e = lane < topk ? __expf(value(won) - largest) : 0.0f;
-  float sum = warp_sum(e);
-  if (lane < topk) id[lane] = (uint16_t)won_id, weight[lane] = __fdividef(e, sum);
-  STAMP(6)
-}
-
-// Lanes with a larger value; 32 words at scratch.
-NINFER_DEVICE uint32_t larger_lanes(float v, float* scratch) {
-  __syncwarp();
-  scratch[threadIdx.x % 32] = v;
-  __syncwarp();
-  uint32_t n = 0;
-#pragma unroll
-  for (int i = 0; i < 8; i++) {
-    const uint4 w = lds128(smem_addr(scratch + 4 * i));
-    n += (__uint_as_float(w.x) > v) + (__uint_as_float(w.y) > v) + (__uint_as_float(w.z) > v) + (__uint_as_float(w.w) > v);
-  }
-  return n;
-}
-
-// top_of_row for the usual case, no equal logits among the candidates and no more than 32 of them; leaves the others to it. The weights
-// may be left out.
-template <bool WEIGHTS>
-NINFER_DEVICE void choose(const float* logits, uint32_t experts, uint32_t topk, uint16_t* id, float* weight, uint32_t* scratch) {
-  STAMP_BEGIN_IN(WEIGHTS ? 310 : 311, WEIGHTS ? 0 : blockDim.x - 32)
-  const uint32_t lane = threadIdx.x % 32, c = ceil_div(experts, 32), first = lane * c;
-  const float none = __uint_as_float(0xff800000u);
-  float v[16];
-  if (experts == kMaxExperts) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const uint4 w = ldg_l2(logits + first + 4 * i);
-      v[4 * i] = __uint_as_float(w.x), v[4 * i + 1] = __uint_as_float(w.y), v[4 * i + 2] = __uint_as_float(w.z), v[4 * i + 3] = __uint_as_float(w.w);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 16; i++) v[i] = i < (int)c && first + i < experts ? ldg_l2_f32(logits + first + i) : none;
-  }
-  STAMP(1)
-  float best = none;  // NaN never wins a maximum
-#pragma unroll
-  for (int i = 0; i < 16; i += 4) best = fmaxf(best, fmaxf(fmaxf(v[i], v[i + 1]), fmaxf(v[i + 2], v[i + 3])));
-  float* words = (float*)scratch;
-  const bool high = larger_lanes(best, words) < topk;
-  const uint32_t bits = __float_as_uint(best), least = __reduce_min_sync(~0u, high ? bits ^ ((uint32_t)((int)bits >> 31) | 0x80000000u) : ~0u);
-  const float bound = __uint_as_float(least & 0x80000000u ? least & 0x7fffffffu : ~least);  // topk logits reach it
-  STAMP(2)
-  const uint32_t pairs = smem_addr(scratch + 32);  // candidates: logit, expert
-  sts64(pairs + 8 * lane, make_uint2(0xff800000u, 0));
-  __syncwarp();
-  if (lane == 0) scratch[0] = 0;
-  __syncwarp();
-  uint32_t own = 0;
-#pragma unroll
-  for (int i = 0; i < 16; i++) own += v[i] >= bound;
-  uint32_t at = 0;  // candidates stand in any order: where that would matter, ranks are not unique
-  if (own) at = atomicAdd(scratch, own);
-#pragma unroll
-  for (int i = 0; i < 16; i++) {
-    const bool in = v[i] >= bound;
-    sts64_if(in && at < 32, pairs + 8 * at, make_uint2(__float_as_uint(v[i]), first + i));
-    at += in;
-  }
-  __syncwarp();
-  const uint32_t count = *(volatile uint32_t*)scratch;
-  bool done = false;
-  if (count <= 32 && bound > none) {
-    const uint2 mine = lds64(pairs + 8 * lane);
-    const float k = __uint_as_float(mine.x);
-    const uint32_t e = mine.y, rank = larger_lanes(k, words);
-    const bool won = lane < count && rank < topk;
-    if (__reduce_or_sync(~0u, won ? 1u << rank : 0) == (1u << topk) - 1 && __popc(__ballot_sync(~0u, won)) == (int)topk) {
-      done = true;
-      if (won) id[rank] = (uint16_t)e;
-      if (WEIGHTS) {
-        const float largest = __shfl_sync(~0u, k, __ffs(__ballot_sync(~0u, won && rank == 0)) - 1);
-        const float x = won ? __expf(k - largest) : 0.0f, sum = warp_sum(x);
-        if (won) weight[rank] = __fdividef(x, sum);
-      }
-    }
-  }
-  STAMP(3)
-  if (!done) {
-    __syncwarp();
-    top_of_row(logits, experts, topk, id, weight, scratch);
-  }
-  __syncwarp();
-  STAMP(4)
-}
-
-// Called where it is out of the way of the registers.
-__device__ __noinline__ void choose_weighted(const float* logits, uint32_t experts, uint32_t topk, uint16_t* id, float* weight, uint32_t* scratch) {
-  choose<true>(logits, experts, topk, id, weight, scratch);
-}
 
 // ---- products ----
 
@@ -257,57 +62,59 @@ NINFER_DEVICE float quad_sum(float v) {
 
 static constexpr uint32_t kUpPairs = 20;                  // of a tile: K <= 2,560
 static constexpr uint32_t kUpParts = 5;                   // a tile comes in parts of four pairs
-static constexpr uint32_t kUpFixed = 640 + 32 + 128 + 384;  // barriers, experts, factors and weights, scratch
+static constexpr uint32_t kUpFixed = 640 + sizeof(Choice);  // barriers, choice
 
 static constexpr int kUpWarps = 10;                              // consumers
 static constexpr int kOwn = kUpPairs / kUpWarps;                 // pairs of every tile each has
 static constexpr uint32_t kTeam = 4 / kOwn;                      // warps of a part
-static constexpr int kUpThreads = 32 * 11;                       // one more warp chooses and fetches
+static constexpr int kUpThreads = 32 * 11;                       // one more warp fetches
 
-// 128 k of a tile: the lane's own sums of rows g and g + 8.
-NINFER_DEVICE void tile_pair(uint4 u, uint4 v, uint32_t s, const uint4* x, float& a, float& b) {
+// 128 k of a tile: the lane's own sums of rows g and g + 8, its activations in column 2 t + c.
+NINFER_DEVICE void tile_pair(uint4 u, uint4 v, uint32_t s, const uint4* x, int c, float& a, float& b) {
   float acc[4];
   float2 f = e4m3x2_f32(s);  // row g, row g + 8
   multiply_plain(acc, make_uint2(u.x, u.y), make_uint2(u.z, u.w), x[0], x[1]);
-  a = fmaf(f.x, acc[0], a), b = fmaf(f.y, acc[2], b);
+  a = fmaf(f.x, acc[c], a), b = fmaf(f.y, acc[2 + c], b);
   f = e4m3x2_f32(s >> 16);
   multiply_plain(acc, make_uint2(v.x, v.y), make_uint2(v.z, v.w), x[2], x[3]);
-  a = fmaf(f.x, acc[0], a), b = fmaf(f.y, acc[2], b);
+  a = fmaf(f.x, acc[c], a), b = fmaf(f.y, acc[2 + c], b);
 }
 
-// Adds up the sums of a row's items and writes their hidden values.
-NINFER_DEVICE void finish_up(const ExpertUpParams& p, const float* sums, const float* factor, uint32_t of_row, uint32_t items, uint32_t d0, uint32_t tile0,
-                             uint32_t tiles, uint32_t used, uint32_t threads) {
+// Adds up the sums of a tile and writes its hidden values: four lanes an output, each its own t of all warps.
+NINFER_DEVICE void finish_tile(const ExpertUpParams& p, const float* sums, float factor, uint32_t of_row, uint32_t d, uint32_t tile, uint32_t row, uint32_t used) {
   const uint32_t t = threadIdx.x % 4;
-  // four lanes an output: each adds its own t of all warps
+  const float *from = sums + t * 16 + (row ^ (t & 2) * 4), *from_up = from + (t & 2 ? -8 : 8);
+  float gate = 0, up = 0;
+#pragma unroll
+  for (uint32_t w = 0; w < kUpWarps; w++)
+    if (w < used) gate += from[w * 64], up += from_up[w * 64];
+  gate = quad_sum(gate) * factor, up = quad_sum(up) * factor;
+  if (t == 0) p.hidden[((uint64_t)of_row * p.topk + d) * p.inner + tile * 8 + row] = __float2bfloat16_rn(silu(gate) * up);
+}
+
+// The same of a single row's run of items.
+NINFER_DEVICE void finish_up(const ExpertUpParams& p, const float* sums, const float* factor, uint32_t items, uint32_t d0, uint32_t tile0, uint32_t tiles,
+                             uint32_t used, uint32_t threads) {
 #pragma unroll 1
   for (uint32_t i = threadIdx.x / 4; i < items * 8; i += threads / 4) {  // whole warps
-    const uint32_t n = i / 8, row = i % 8;
+    const uint32_t n = i / 8;
     uint32_t d = d0, tile = tile0 + n;
     while (tile >= tiles) tile -= tiles, ++d;
-    const float *from = sums + (n * kUpWarps * 4 + t) * 16 + (row ^ (t & 2) * 4), *from_up = from + (t & 2 ? -8 : 8);
-    float gate = 0, up = 0;
-#pragma unroll
-    for (uint32_t w = 0; w < kUpWarps; w++)
-      if (w < used) gate += from[w * 64], up += from_up[w * 64];
-    const float f = factor[d];
-    gate = quad_sum(gate) * f, up = quad_sum(up) * f;
-    if (t == 0) p.hidden[((uint64_t)of_row * p.topk + d) * p.inner + tile * 8 + row] = __float2bfloat16_rn(silu(gate) * up);
+    finish_tile(p, sums + n * kUpWarps * 64, factor[d], 0, d, tile, i % 8, used);
   }
 }
 
 NINFER_KERNEL(expert_gate_up, ExpertUpParams, kUpThreads, 2) {
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const uint32_t pairs = p.k / 128, tile_bytes = pairs * kPairBytes, tiles = p.inner / 8, parts = ceil_div(pairs, 4), used = ceil_div(pairs, kOwn);
-  const uint32_t of_row = blockIdx.y, blocks = gridDim.x, block = blockIdx.x;
+  const uint32_t blocks = gridDim.x, block = blockIdx.x;
   // neighbouring items are one expert's, so that a block touches one or two pages of the bank
-  const uint32_t item0 = share_start(p.topk * tiles, blocks, block), items = of_row == p.r ? 0 : share_start(p.topk * tiles, blocks, block + 1) - item0;
+  const uint32_t item0 = share_start(p.topk * tiles, blocks, block), items = share_start(p.topk * tiles, blocks, block + 1) - item0;
   const uint32_t d0 = item0 / tiles, tile0 = item0 - d0 * tiles;
   const uint32_t full = smem_addr(smem), empty = full + 8 * kUpParts * p.slots;
-  uint16_t* id = (uint16_t*)(smem + 640);
-  float* factor = (float*)(smem + 672);  // [16], then weights, which nobody needs here
-  uint32_t* scratch = (uint32_t*)(smem + 800);
-  float* sums = (float*)(smem + kUpFixed);  // [item][warp][t][16 rows]
+  Choice& choice = *(Choice*)(smem + 640);
+  uint16_t* id = choice.id[0];
+  float *factor = choice.factor[0], *sums = (float*)(smem + kUpFixed);  // [item][warp][t][16 rows]
   const uint32_t ring = (smem_addr(sums) + items * kUpWarps * 256 + 127) & ~127u;
 
   STAMP_BEGIN(220)
@@ -322,28 +129,21 @@ NINFER_KERNEL(expert_gate_up, ExpertUpParams, kUpThreads, 2) {
   pdl_wait();
   STAMP(2)
 
-  if (of_row == p.r) {  // one row of blocks more where several rows want their distinct experts counted
-    if (!p.distinct || blockIdx.x) return;
-    uint32_t* seen = (uint32_t*)sums;
-    uint8_t* own = smem + kUpFixed + 64 + warp * 512;
-    if (threadIdx.x < kMaxExperts / 32) seen[threadIdx.x] = 0;
-    __syncthreads();
-    if (warp < p.r) {
-      choose_weighted(p.logits + warp * p.experts, p.experts, p.topk, (uint16_t*)own, (float*)(own + 32), (uint32_t*)(own + 96));
-      if (lane < p.topk) atomicOr(seen + ((uint16_t*)own)[lane] / 32, 1u << ((uint16_t*)own)[lane] % 32);
-    }
-    __syncthreads();
-    if (warp == 0) {
-      const uint32_t n = __reduce_add_sync(~0u, lane < kMaxExperts / 32 ? __popc(seen[lane]) : 0);
-      if (lane == 0) *p.distinct = n;
-    }
-    return;
+  const uint2 key = load_keys(p.logits, p.experts);
+  const uint32_t pair0 = kOwn * warp;
+  const bool two = pair0 + 1 < pairs;
+  // the four lanes of a row have columns of their own: lane t's activations of the warp's two pairs are in columns 2 t and 2 t + 1
+  uint4 x[4];
+  const bool mine = warp < used && (g == 2 * t || (g == 2 * t + 1 && two));
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    x[j] = make_uint4(0, 0, 0, 0);
+    if (mine) x[j] = ldg_l2(p.x + (pair0 + g % 2) * 128 + t * 16 + j / 2 * 64 + j % 2 * 8);
   }
-  if (p.distinct && p.r == 1 && blockIdx.x == 0 && threadIdx.x == 0) *p.distinct = p.topk;
+  choose(p.logits, key, p.experts, p.topk, choice, id, kUpThreads, (uint32_t*)sums);
 
   if (warp == kUpWarps) {
     STAMP_BEGIN_IN(221, kUpThreads - 32)
-    choose<false>(p.logits + of_row * p.experts, p.experts, p.topk, id, factor + 16, scratch);
     STAMP(3)
     const uint64_t policy = policy_evict_first();
     const uint32_t bytes = min(4u, pairs - 4 * min(lane, parts - 1)) * kPairBytes, into = ring + lane * 4 * kPairBytes;
@@ -367,23 +167,10 @@ NINFER_KERNEL(expert_gate_up, ExpertUpParams, kUpThreads, 2) {
     STAMP(4)
     if (lane < p.topk) factor[lane] = __fdividef(E2M1_UNDO, __ldg(p.divisor + id[lane]));
   } else if (warp < used) {
-    const uint32_t pair0 = kOwn * warp;
-    const bool two = pair0 + 1 < pairs;
-    // the four lanes of a row have a column each: lane t's activations are in column 2 t
-    uint4 x[kOwn][4];
 #pragma unroll
-    for (int i = 0; i < kOwn; i++)
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        x[i][j] = make_uint4(0, 0, 0, 0);
-        if (g == 2 * t && (i == 0 || two)) x[i][j] = ldg_l2(p.x + (uint64_t)of_row * p.x_ld + (pair0 + i) * 128 + j / 2 * 64 + t * 16 + j % 2 * 8);
-      }
-#pragma unroll
-    for (int i = 0; i < kOwn; i++)
-#pragma unroll
-      for (int j = 0; j < 4; j++) x[i][j] = operand(x[i][j]);
+    for (int j = 0; j < 4; j++) x[j] = operand(x[j]);
     uint32_t slot = 0, parity = 0;
-    float* mine = sums + (warp * 4 + t) * 16 + (g ^ (t & 2) * 4);  // the two rows' places swapped for half the lanes, against bank conflicts
+    float* to = sums + (warp * 4 + t) * 16 + (g ^ (t & 2) * 4);  // the two rows' places swapped for half the lanes, against bank conflicts
 #pragma unroll 1
     for (uint32_t n = 0; n < items; n++) {
       const uint32_t at = 8 * (slot * kUpParts + warp / kTeam), from = ring + slot * tile_bytes + pair0 * kPairBytes + lane * 16;
@@ -401,141 +188,237 @@ NINFER_KERNEL(expert_gate_up, ExpertUpParams, kUpThreads, 2) {
       if (lane == 0) mbar_arrive(empty + at);
 #pragma unroll
       for (int i = 0; i < kOwn; i++)
-        if (i == 0 || two) {
-          tile_pair(u[i], v[i], s[i], x[i], a, b);
-        }
-      mine[0] = a, mine[t & 2 ? -8 : 8] = b;
-      mine += kUpWarps * 64;
+        if (i == 0 || two) tile_pair(u[i], v[i], s[i], x, i, a, b);
+      to[0] = a, to[t & 2 ? -8 : 8] = b;
+      to += kUpWarps * 64;
       if (++slot == p.slots) slot = 0, parity ^= 1;
     }
     STAMP(5)
   }
   __syncthreads();
   STAMP(6)
-  finish_up(p, sums, factor, of_row, items, d0, tile0, tiles, used, kUpThreads);
+  finish_up(p, sums, factor, items, d0, tile0, tiles, used, kUpThreads);
   STAMP(7)
 }
 
-// Several rows: a block has its run of every row, one after the other, and tiles go on coming from row to row. The sums are those of
-// expert_gate_up. Rows' experts are chosen by a warp each, their activations are in shared memory.
-static constexpr uint32_t kUpRowsFixed = 1536;  // barriers 640, experts 8 x 32, factors 8 x 64
+// Several rows: the tiles of all rows' experts are one list, row after row, of which every block has a run, and the shared expert's second half
+// is made here while experts are chosen. The sums are those of expert_gate_up and expert_down.
+static constexpr int kUpRowsThreads = 32 * 12;  // one more warp fetches, one adds up
+static constexpr uint32_t kUpWindow = 4;        // tiles whose sums are kept before they are added up
+static constexpr uint32_t kUpSums = kUpWindow * kUpWarps * 256;
+static constexpr uint32_t kUpRowsFixed = 688 + sizeof(Choice);  // barriers, choice
+static_assert(sizeof(Choice) == 848 && kUpWarps * 8 * 24 * 4 <= kUpSums && 64 + 8 * 512 <= kUpSums);
 
-NINFER_KERNEL(expert_gate_up_rows, ExpertUpParams, kUpThreads, 1) {
+// A window of a run: which of the run's rows, its first tile of the row, number of tiles.
+struct UpWindow {
+  uint32_t row, q, n;
+  NINFER_DEVICE void next(uint32_t of_row, uint32_t& left) {
+    left -= n, q += n;
+    if (q == of_row) q = 0, row++;
+    n = min(min(left, kUpWindow), of_row - q);
+  }
+};
+
+NINFER_KERNEL(expert_gate_up_rows, ExpertUpParams, kUpRowsThreads, 2) {
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const uint32_t pairs = p.k / 128, tile_bytes = pairs * kPairBytes, tiles = p.inner / 8, parts = ceil_div(pairs, 4), used = ceil_div(pairs, kOwn);
-  const uint32_t item0 = share_start(p.topk * tiles, gridDim.x, blockIdx.x), items = share_start(p.topk * tiles, gridDim.x, blockIdx.x + 1) - item0;
-  const uint32_t d0 = item0 / tiles, tile0 = item0 - d0 * tiles;
-  const uint32_t full = smem_addr(smem), empty = full + 8 * kUpParts * p.slots;
-  uint16_t* id = (uint16_t*)(smem + 640);
-  float* factor = (float*)(smem + 896);  // [8][16]
-  uint8_t* after = smem + kUpRowsFixed;
-  const uint32_t xs = smem_addr(after), sum_floats = items * kUpWarps * 64;
-  float* sums = (float*)(after + p.r * 2 * p.k);  // [2][item][warp][t][16 rows]
-  uint32_t* scratch = (uint32_t*)sums;            // of the choice: [8][96], weights [8][32], bits
-  const uint32_t ring = (smem_addr(sums) + max(8 * sum_floats, 8u * 512 + 64) + 127) & ~127u;
+  const uint32_t of_row = p.topk * tiles;  // tiles of a row
+  const uint32_t item0 = share_start(p.r * of_row, gridDim.x, blockIdx.x), items = share_start(p.r * of_row, gridDim.x, blockIdx.x + 1) - item0;
+  const uint32_t row0 = min(item0 / of_row, p.r - 1), q0 = item0 - row0 * of_row;
+  const bool both = q0 + items > of_row;  // a run reaches into one more row at most
+  const uint32_t full = smem_addr(smem), empty = full + 8 * kUpParts * p.slots, shared_bar = full + 640, summed = full + 648, added = full + 664;
+  Choice& choice = *(Choice*)(smem + 688);
+  float* sums = (float*)(smem + kUpRowsFixed);  // [2][tile][warp][t][16 rows]
+  const uint32_t ring = (smem_addr(sums) + 2 * kUpSums + 127) & ~127u;
+  // the shared expert's rows, in slots whose first use they are
+  const uint32_t own0 = share_start(p.k, gridDim.x, blockIdx.x), own = share_start(p.k, gridDim.x, blockIdx.x + 1) - own0, pitch = 2 * p.inner + 64;
+  const uint32_t taken = ceil_div(own * pitch, tile_bytes);
 
-  if (threadIdx.x < parts * p.slots) {
-    const uint32_t part = threadIdx.x % parts, at = 8 * (threadIdx.x / parts * kUpParts + part);
-    mbar_init(full + at, 1);
-    mbar_init(empty + at, min(kTeam, used - kTeam * part));
+  STAMP_BEGIN(220)
+  const uint32_t part0 = threadIdx.x % parts, slot0 = threadIdx.x / parts;
+  if (slot0 < p.slots) {
+    mbar_init(full + 8 * (slot0 * kUpParts + part0), 1);
+    mbar_init(empty + 8 * (slot0 * kUpParts + part0), min(kTeam, used - kTeam * part0));
     mbar_fence_init();
   }
-  pdl_wait();
-  for (uint32_t i = threadIdx.x; i < p.r * p.k / 8; i += kUpThreads) {
-    const uint32_t a = i / (p.k / 8), k = i % (p.k / 8) * 8;
-    copy16(xs + (a * p.k + k) * 2, p.x + (uint64_t)a * p.x_ld + k, policy_evict_first());
+  if (threadIdx.x == kUpRowsThreads - 1) {
+    mbar_init(shared_bar, 1);
+    mbar_init(summed, used), mbar_init(summed + 8, used);
+    mbar_init(added, 1), mbar_init(added + 8, 1);
+    mbar_fence_init();
+    mbar_expect(shared_bar, own * 2 * p.inner);
   }
-  copy_commit();
-  uint32_t* seen = scratch + 8 * 128;
-  if (threadIdx.x < kMaxExperts / 32) seen[threadIdx.x] = 0;
-  if (warp < p.r) {
-    choose<false>(p.logits + warp * p.experts, p.experts, p.topk, id + warp * 16, (float*)(scratch + warp * 128 + 96), scratch + warp * 128);
-    if (lane < p.topk) factor[warp * 16 + lane] = __fdividef(E2M1_UNDO, __ldg(p.divisor + id[warp * 16 + lane]));
-  }
-  copy_wait<0>();
   __syncthreads();
-  if (blockIdx.x == 0 && p.distinct) {
-    if (threadIdx.x < p.r * 16 && threadIdx.x % 16 < p.topk) atomicOr(seen + id[threadIdx.x] / 32, 1u << id[threadIdx.x] % 32);
-    __syncthreads();
-    if (warp == 0) {
-      const uint32_t n = __reduce_add_sync(~0u, lane < kMaxExperts / 32 ? __popc(seen[lane]) : 0);
-      if (lane == 0) *p.distinct = n;
+  if (lane == 0)
+    for (uint32_t r = warp; r < own; r += kUpRowsThreads / 32)
+      bulk_load(ring + r * pitch, p.shared_w + (uint64_t)(own0 + r) * p.inner, 2 * p.inner, shared_bar, policy_evict_first());
+  if (slot0 < taken) mbar_arrive(full + 8 * (slot0 * kUpParts + part0));
+  STAMP(1)
+  pdl_wait();
+  STAMP(2)
+  // Experts are chosen while all that does not depend on them is on its way.
+  const uint2 key = load_keys(p.logits + row0 * p.experts, p.experts);
+  const uint32_t pair0 = kOwn * warp;
+  const bool two = pair0 + 1 < pairs;
+  // the four lanes of a row have columns of their own: lane t's activations of the warp's two pairs are in columns 2 t and 2 t + 1
+  uint4 x[4];
+  auto ask = [&](uint32_t row) {
+    const bool mine = warp < used && (g == 2 * t || (g == 2 * t + 1 && two));
+    const bf16* from = p.x + (uint64_t)row * p.x_ld + (pair0 + g % 2) * 128 + t * 16;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      x[j] = make_uint4(0, 0, 0, 0);
+      if (mine) x[j] = ldg_l2(from + j / 2 * 64 + j % 2 * 8);
     }
-    __syncthreads();  // sums take the place of the bits
-  }
+  };
+  auto order = [&]() {
+#pragma unroll
+    for (int j = 0; j < 4; j++) x[j] = operand(x[j]);
+  };
+  static_assert(kOwn == 2);
+  const uint4 zero = make_uint4(0, 0, 0, 0);
+  const bf16* h = p.shared_hidden + (uint64_t)g * p.inner + t * 8;
+  const uint32_t chunks = p.inner / 32, out_row = threadIdx.x / max(own, 1u);
+  auto hidden = [&](uint32_t c) { return warp < kUpWarps && g < p.r && c < chunks ? ldg_l2(h + c * 32) : zero; };
+  uint4 h0 = hidden(warp), h1 = hidden(warp + kUpWarps);
+  const float logit = warp < kUpWarps && out_row < p.r ? ldg_l2_f32(p.shared_logit + out_row) : 0.0f;
+  choose(p.logits + row0 * p.experts, key, p.experts, p.topk, choice, choice.id[0], kUpRowsThreads, (uint32_t*)sums);
+  STAMP(3)
 
   if (warp == kUpWarps) {
+    STAMP_BEGIN_IN(221, 32 * kUpWarps)
     const uint64_t policy = policy_evict_first();
     const uint32_t bytes = min(4u, pairs - 4 * min(lane, parts - 1)) * kPairBytes, into = ring + lane * 4 * kPairBytes;
-    uint32_t slot = 0, parity = 1;
-    pdl_trigger();
+    uint32_t slot = taken, parity = 1, d = q0 / tiles, tile = q0 % tiles, of = 0;
+    if (p.trigger == 0) pdl_trigger();
 #pragma unroll 1
-    for (uint32_t r = 0; r < p.r; r++) {
-      uint32_t d = d0, tile = tile0;
-#pragma unroll 1
-      for (uint32_t n = 0; n < items; n++) {
-        if (lane < parts) {
-          const uint32_t at = 8 * (slot * kUpParts + lane);
-          const uint8_t* src = (const uint8_t*)p.bank + ((uint64_t)id[r * 16 + d] * tiles + tile) * tile_bytes + lane * 4 * kPairBytes;
-          mbar_wait(empty + at, parity);
-          mbar_expect(full + at, bytes);
-          bulk_load(into + slot * tile_bytes, src, bytes, full + at, policy);
-        }
-        __syncwarp();
-        if (++tile == tiles) tile = 0, ++d;
-        if (++slot == p.slots) slot = 0, parity ^= 1;
+    for (uint32_t n = 0; n < items; n++) {
+      if (n && n == p.trigger) pdl_trigger();  // after the wait, so the next kernel may read the logits in its prologue (R3)
+      if (lane < parts) {
+        const uint32_t at = 8 * (slot * kUpParts + lane);
+        const uint8_t* src = (const uint8_t*)p.bank + ((uint64_t)choice.id[of][d] * tiles + tile) * tile_bytes + lane * 4 * kPairBytes;
+        mbar_wait(empty + at, parity);
+        mbar_expect(full + at, bytes);
+        bulk_load(into + slot * tile_bytes, src, bytes, full + at, policy);
       }
+      __syncwarp();
+      if (++tile == tiles) {
+        tile = 0;
+        if (++d == p.topk && n + 1 < items) {
+          d = 0, of = 1;
+          named_sync(3, 32 * kUpWarps + 32);  // the second row's experts are known
+        }
+      }
+      if (++slot == p.slots) slot = 0, parity ^= 1;
+    }
+    if (p.trigger && items <= p.trigger) pdl_trigger();
+    STAMP(4)
+    return;
+  }
+  uint32_t left = items;
+  UpWindow w = {row0, q0, min(min(left, kUpWindow), of_row - q0)};
+  if (warp > kUpWarps) {  // all windows but the last
+#pragma unroll 1
+    for (uint32_t turn = 0; w.n < left; turn++) {
+      mbar_wait(summed + 8 * (turn & 1), turn >> 1 & 1);
+#pragma unroll 1
+      for (uint32_t i = 0; i < w.n; i++)
+        finish_tile(p, sums + (turn & 1) * (kUpSums / 4) + i * kUpWarps * 64, choice.factor[w.row - row0][(w.q + i) / tiles], w.row, (w.q + i) / tiles,
+                    (w.q + i) % tiles, lane / 4, used);
+      __syncwarp();
+      if (lane == 0) mbar_arrive(added + 8 * (turn & 1));
+      w.next(of_row, left);
     }
     return;
   }
-  uint32_t slot = 0, parity = 0;
-  const uint32_t pair0 = kOwn * warp;
-  const bool two = pair0 + 1 < pairs;
+  if (both) choose_apart(p.logits + (row0 + 1) * p.experts, p.experts, p.topk, choice, choice.id[1], 32 * kUpWarps, (uint32_t*)sums);
+  if (both) named_arrive(3, 32 * kUpWarps + 32);
+  ask(row0);
+  // The shared expert's second half: eight rows of activations are the columns of the tensor instruction.
+  float* part = sums + kUpSums / 4;  // [warp][row of activations][24]
+  const bool scales = warp < 2 && lane < p.topk && (warp == 0 || both);
+  const float divisor = scales ? __ldg(p.divisor + choice.id[warp & 1][lane]) : 1.0f;
+  {
+    float acc[2][4] = {};
+    mbar_wait(shared_bar, 0);
 #pragma unroll 1
-  for (uint32_t r = 0; r < p.r; r++) {
-    float* now = sums + (r & 1) * sum_floats;
-    if (warp < used) {
-      uint4 x[kOwn][4];
+    for (uint32_t c = warp; c < chunks; c += kUpWarps) {
+      const uint32_t at = ring + g * pitch + c * 64 + t * 16;
+      const uint4 u = g < own ? lds128(at) : zero, v = g + 8 < own ? lds128(at + 8 * pitch) : zero, e = g + 16 < own ? lds128(at + 16 * pitch) : zero;
+      mma_bf16(acc[0], u.x, v.x, u.y, v.y, h0.x, h0.y);
+      mma_bf16(acc[0], u.z, v.z, u.w, v.w, h0.z, h0.w);
+      mma_bf16(acc[1], e.x, 0, e.y, 0, h0.x, h0.y);
+      mma_bf16(acc[1], e.z, 0, e.w, 0, h0.z, h0.w);
+      h0 = h1, h1 = hidden(c + 2 * kUpWarps);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < 2; i++)
+      if (2 * t + i < p.r) {
+        float* to = part + (warp * p.r + 2 * t + i) * 24 + g;
+        to[0] = acc[0][i], to[8] = acc[0][2 + i], to[16] = acc[1][i];
+      }
+    if (scales) choice.factor[warp][lane] = __fdividef(E2M1_UNDO, divisor);
+  }
+  named_sync(1, 32 * kUpWarps);
+  if (warp < used && lane == 0)
+    for (uint32_t s = 0; s < taken; s++) mbar_arrive(empty + 8 * (s * kUpParts + warp / kTeam));
+  if (out_row < p.r && own) {
+    float v = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kUpWarps; i++) v += part[(i * p.r + out_row) * 24 + threadIdx.x % own];
+    p.shared_out[(uint64_t)out_row * p.k + own0 + threadIdx.x % own] = sigmoid(logit) * v;
+  }
+  STAMP(4)
+  named_sync(1, 32 * kUpWarps);  // sums take these places
+  if (warp >= used) return;
+  order();
+  STAMP(5)
+  uint32_t slot = taken, parity = 0;
+#pragma unroll 1
+  for (uint32_t turn = 0; left; turn++) {
+    float* now = sums + (turn & 1) * (kUpSums / 4);
+    if (turn > 1) mbar_wait(added + 8 * (turn & 1), (turn >> 1 & 1) ^ 1);
+    float* to = now + (warp * 4 + t) * 16 + (g ^ (t & 2) * 4);  // the two rows' places swapped for half the lanes, against bank conflicts
+#pragma unroll 1
+    for (uint32_t i = 0; i < w.n; i++) {
+      const uint32_t at = 8 * (slot * kUpParts + warp / kTeam), from = ring + slot * tile_bytes + pair0 * kPairBytes + lane * 16;
+      mbar_wait(full + at, parity);
+      float a = 0, b = 0;
+      uint4 u[kOwn], v[kOwn];
+      uint32_t s[kOwn];
 #pragma unroll
       for (int i = 0; i < kOwn; i++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-          x[i][j] = make_uint4(0, 0, 0, 0);
-          if (g == 2 * t && (i == 0 || two)) x[i][j] = operand(lds128(xs + (r * p.k + (pair0 + i) * 128 + j / 2 * 64 + t * 16 + j % 2 * 8) * 2));
+        if (i == 0 || two) {
+          u[i] = lds128(from + i * kPairBytes), v[i] = lds128(from + i * kPairBytes + 512);
+          s[i] = lds32(from + i * kPairBytes + 1024 - 12 * lane);
         }
-      float* mine = now + (warp * 4 + t) * 16 + (g ^ (t & 2) * 4);
-#pragma unroll 1
-      for (uint32_t n = 0; n < items; n++) {
-        const uint32_t at = 8 * (slot * kUpParts + warp / kTeam), from = ring + slot * tile_bytes + pair0 * kPairBytes + lane * 16;
-        mbar_wait(full + at, parity);
-        float a = 0, b = 0;
-        uint4 u[kOwn], v[kOwn];
-        uint32_t s[kOwn];
+      __syncwarp();
+      if (lane == 0) mbar_arrive(empty + at);
 #pragma unroll
-        for (int i = 0; i < kOwn; i++)
-          if (i == 0 || two) {
-            u[i] = lds128(from + i * kPairBytes), v[i] = lds128(from + i * kPairBytes + 512);
-            s[i] = lds32(from + i * kPairBytes + 1024 - 12 * lane);
-          }
-        __syncwarp();
-        if (lane == 0) mbar_arrive(empty + at);
-#pragma unroll
-        for (int i = 0; i < kOwn; i++)
-          if (i == 0 || two) tile_pair(u[i], v[i], s[i], x[i], a, b);
-        mine[0] = a, mine[t & 2 ? -8 : 8] = b;
-        mine += kUpWarps * 64;
-        if (++slot == p.slots) slot = 0, parity ^= 1;
-      }
+      for (int i = 0; i < kOwn; i++)
+        if (i == 0 || two) tile_pair(u[i], v[i], s[i], x, i, a, b);
+      to[0] = a, to[t & 2 ? -8 : 8] = b;
+      to += kUpWarps * 64;
+      if (++slot == p.slots) slot = 0, parity ^= 1;
     }
-    named_sync(1, 32 * kUpWarps);
-    finish_up(p, now, factor + r * 16, r, items, d0, tile0, tiles, used, 32 * kUpWarps);
+    __syncwarp();
+    if (lane == 0) mbar_arrive(summed + 8 * (turn & 1));
+    if (w.n == left) {  // the last window
+      mbar_wait(summed + 8 * (turn & 1), turn >> 1 & 1);
+      for (uint32_t i = warp; i < w.n; i += used)
+        finish_tile(p, now + i * kUpWarps * 64, choice.factor[w.row - row0][(w.q + i) / tiles], w.row, (w.q + i) / tiles, (w.q + i) % tiles, lane / 4, used);
+    }
+    const uint32_t row = w.row;
+    w.next(of_row, left);
+    if (left && w.row != row) ask(w.row), order();
   }
+  STAMP(6)
 }
 
 // ---- down ----
 
 static constexpr uint32_t kDownTiles = 3;  // of eight rows a block at most
-static constexpr uint32_t kDownFixed = 144 + 32 + 64 + 64 + 384 + 16 * kDownTiles * 8 * 4;
+static constexpr uint32_t kDownFixed = 144 + sizeof(Choice) + 16 * kDownTiles * 8 * 4 + 96;
 
 static constexpr int kDownWarps = 16;
 static constexpr int kDownThreads = 32 * kDownWarps;
@@ -543,13 +426,12 @@ static constexpr int kDownThreads = 32 * kDownWarps;
 NINFER_KERNEL(expert_down, ExpertDownParams, kDownThreads, 2) {
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const uint32_t pairs = p.inner / 128, tile_bytes = pairs * kHalfBytes, tiles = p.h / 8;
-  const uint32_t of_row = blockIdx.y, blocks = gridDim.x, block = blockIdx.x;
+  const uint32_t blocks = gridDim.x, block = blockIdx.x;
   const uint32_t tile0 = share_start(tiles, blocks, block), nt = share_start(tiles, blocks, block + 1) - tile0;
   const uint32_t bars = smem_addr(smem), shared_bar = bars + 8 * kMaxTop;
-  uint16_t* id = (uint16_t*)(smem + 144);
-  float *factor = (float*)(smem + 176), *weight = (float*)(smem + 240);
-  uint32_t* scratch = (uint32_t*)(smem + 304);
-  float* sums = (float*)(smem + 688);  // [warp][tile][8]
+  Choice& choice = *(Choice*)(smem + 144);
+  float *factor = choice.factor[0], *sums = (float*)(smem + 144 + sizeof(Choice));  // [every other expert's][pair][tile][8]
+  float* shared = sums + 16 * kDownTiles * 8;
   const uint32_t hs = bars + kDownFixed, pitch = 2 * p.inner + 64;
   const uint32_t shared_at = (hs + p.topk * p.inner * 2 + 127) & ~127u, routed_at = shared_at + nt * 8 * pitch;
 
@@ -566,28 +448,29 @@ NINFER_KERNEL(expert_down, ExpertDownParams, kDownThreads, 2) {
       bulk_load(shared_at + r * pitch, p.shared_w + (uint64_t)(tile0 * 8 + r) * p.inner, 2 * p.inner, shared_bar, policy);
   if (!p.early) pdl_wait();
   STAMP(1)
-  if (warp == 0) choose_weighted(p.logits + of_row * p.experts, p.experts, p.topk, id, weight, scratch);
-  __syncthreads();
+  choose(p.logits, load_keys(p.logits, p.experts), p.experts, p.topk, choice, choice.id[0], kDownThreads, (uint32_t*)sums);
   STAMP(2)
   if (warp < p.topk && lane == 0) {
     mbar_expect(bars + 8 * warp, nt * tile_bytes);
-    bulk_load(routed_at + warp * nt * tile_bytes, (const uint8_t*)p.bank + ((uint64_t)id[warp] * tiles + tile0) * tile_bytes, nt * tile_bytes,
+    bulk_load(routed_at + warp * nt * tile_bytes, (const uint8_t*)p.bank + ((uint64_t)choice.id[0][warp] * tiles + tile0) * tile_bytes, nt * tile_bytes,
               bars + 8 * warp, policy);
-    factor[warp] = weight[warp] * (E2M1_UNDO / __ldg(p.divisor + id[warp]));
+  }
+  if (warp == kDownWarps - 1) {
+    const float weight = weight_of(choice.key, p.topk);
+    if (lane < p.topk) factor[lane] = weight * (E2M1_UNDO / __ldg(p.divisor + choice.id[0][lane]));
   }
   STAMP(3)
   // The shared expert, whose hidden vector is as old as the logits (R3): BF16, column 0, rows g of the first and third tile, rows g + 8 of
   // the second.
   const uint4 zero = make_uint4(0, 0, 0, 0);
-  float tot[kDownTiles];
-  {
-    const float f = sigmoid(ldg_l2_f32(p.shared_logit + of_row));
+  if (warp < kUpWarps) {  // the sums of expert_gate_up_rows
+    const float f = sigmoid(ldg_l2_f32(p.shared_logit));
     float acc[2][4] = {};
     mbar_wait(shared_bar, 0);
 #pragma unroll 1
-    for (uint32_t c = kDownWarps - 1 - warp; c < p.inner / 32; c += kDownWarps) {
+    for (uint32_t c = warp; c < p.inner / 32; c += kUpWarps) {
       const uint32_t at = shared_at + g * pitch + c * 64 + t * 16;
-      const uint4 x = g == 0 ? ldg_l2(p.shared_hidden + (uint64_t)of_row * p.inner + c * 32 + t * 8) : zero, u = lds128(at), v = nt > 1 ? lds128(at + 8 * pitch) : zero;
+      const uint4 x = g == 0 ? ldg_l2(p.shared_hidden + c * 32 + t * 8) : zero, u = lds128(at), v = nt > 1 ? lds128(at + 8 * pitch) : zero;
       mma_bf16(acc[0], u.x, v.x, u.y, v.y, x.x, x.y);
       mma_bf16(acc[0], u.z, v.z, u.w, v.w, x.z, x.w);
       if (nt > 2) {
@@ -596,12 +479,22 @@ NINFER_KERNEL(expert_down, ExpertDownParams, kDownThreads, 2) {
         mma_bf16(acc[1], w.z, 0, w.w, 0, x.z, x.w);
       }
     }
-    tot[0] = f * acc[0][0], tot[1] = f * acc[0][2], tot[2] = f * acc[1][0];
+    if (t == 0) {
+      float* to = sums + warp * 24 + g;
+      to[0] = acc[0][0], to[8] = acc[0][2], to[16] = acc[1][0];
+    }
+    named_sync(1, 32 * kUpWarps);
+    if (threadIdx.x < nt * 8) {
+      float v = 0;
+#pragma unroll
+      for (uint32_t i = 0; i < kUpWarps; i++) v += sums[i * 24 + threadIdx.x];
+      shared[threadIdx.x] = f * v;
+    }
   }
   if (p.early) pdl_wait();
   STAMP(4)
   const uint32_t all = p.topk * p.inner / 8;
-  const bf16* hidden = p.hidden + (uint64_t)of_row * p.topk * p.inner;
+  const bf16* hidden = p.hidden;
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < all; i += 2 * kDownThreads) {
     const uint32_t j = i + kDownThreads;
@@ -612,21 +505,22 @@ NINFER_KERNEL(expert_down, ExpertDownParams, kDownThreads, 2) {
   }
   __syncthreads();
   pdl_trigger();
+  if (p.distinct && blockIdx.x == 0 && threadIdx.x == 0) *p.distinct = p.topk;
   STAMP(5)
   STAMP(6)
   // An expert's units are the pairs of its tiles, in order; the second half of them goes to rows g + 8. A warp has the same two units of
-  // every step-th expert, so that all but the experts' own addresses stays the same.
-  const uint32_t units = nt * pairs, both = ceil_div(units, 2), step = kDownWarps / both;
-  if (warp < step * both) {
-    uint32_t d = warp / both;
-    const uint32_t a = warp - d * both, b = a + both;
+  // every other expert, so that a unit's sum is the same whatever tiles are beside it, and all but the experts' own addresses stays the same.
+  const uint32_t units = nt * pairs, both = ceil_div(units, 2);
+  if (warp < 2 * both) {
+    const uint32_t odd = warp >= both, a = warp - odd * both, b = a + both;
     const bool second = b < units, live = g == 2 * t || (g == 2 * t + 1 && second);
-    const uint32_t ta = (a >= pairs) + (a >= 2 * pairs), tb = (b >= pairs) + (b >= 2 * pairs);
-    uint32_t from = routed_at + (d * units + a) * kHalfBytes + lane * 16, xp = hs + (d * p.inner + (g == 2 * t ? a - ta * pairs : b - tb * pairs) * 128 + t * 16) * 2;
-    const uint32_t other = second ? both * kHalfBytes : 0, from_step = step * units * kHalfBytes, xp_step = step * p.inner * 2;
+    const uint32_t ta = a / pairs, tb = b / pairs;
+    uint32_t d = odd, from = routed_at + (d * units + a) * kHalfBytes + lane * 16;
+    uint32_t xp = hs + (d * p.inner + (g == 2 * t ? a - ta * pairs : b - tb * pairs) * 128 + t * 16) * 2;
+    const uint32_t other = second ? both * kHalfBytes : 0, from_step = 2 * units * kHalfBytes, xp_step = 4 * p.inner;
     float suma = 0, sumb = 0;
 #pragma unroll 1
-    for (; d < p.topk; d += step) {
+    for (; d < p.topk; d += 2) {
       mbar_wait(bars + 8 * d, 0);
       const uint4 u = lds128(from), v = lds128(from + other);
       const float2 fa = e4m3x2_f32(lds16(from + 512 - 14 * lane)), fb = e4m3x2_f32(lds16(from + other + 512 - 14 * lane));
@@ -641,174 +535,206 @@ NINFER_KERNEL(expert_down, ExpertDownParams, kDownThreads, 2) {
       suma = fmaf(f, va, suma), sumb = fmaf(f, vb, sumb);
       from += from_step, xp += xp_step;
     }
-#pragma unroll
-    for (uint32_t i = 0; i < kDownTiles; i++) {
-      if (ta == i) tot[i] += suma;
-      if (tb == i && second) tot[i] += sumb;
-    }
+    suma = quad_sum(suma), sumb = quad_sum(sumb);
+    float* to = sums + odd * units * 8 + g;
+    if (t == 0) to[((a - ta * pairs) * nt + ta) * 8] = suma;
+    if (t == 0 && second) to[((b - tb * pairs) * nt + tb) * 8] = sumb;
   }
   STAMP(7)
-#pragma unroll
-  for (uint32_t i = 0; i < kDownTiles; i++) {
-    const float v = quad_sum(tot[i]);
-    if (t == 0) sums[(warp * kDownTiles + i) * 8 + g] = v;
-  }
   __syncthreads();
   STAMP(8)
   if (threadIdx.x < nt * 64) {  // eight lanes an output
     const uint32_t row = threadIdx.x / 8;
     float v = 0;
-    for (uint32_t w = lane % 8; w < kDownWarps; w += 8) v += sums[w * kDownTiles * 8 + row];
+    for (uint32_t i = lane % 8; i < 2 * pairs; i += 8) v += sums[i * nt * 8 + row];
     v = quad_sum(v);
     v += __shfl_xor_sync(~0u, v, 4);
-    if (lane % 8 == 0) p.out[(uint64_t)of_row * p.h + tile0 * 8 + row] = __float2bfloat16_rn(v);
+    if (lane % 8 == 0) p.out[tile0 * 8 + row] = __float2bfloat16_rn(v + shared[row]);
   }
   STAMP(9)
 }
 
-// Several rows: a block has its tiles for every row, one after the other; an expert's weights for the next row come as soon as this row's have
-// been read. The sums are those of expert_down.
-static constexpr uint32_t kDownRowsFixed = 4624 + (2 + 8) * 16 * kDownTiles * 8 * 4;
+// Several rows: the tiles of all rows are one list, row after row, of which every block has a run, worked on in windows of up to three tiles of a
+// row; an expert's weights for the next window come as soon as this one's have been read. The sums are those of expert_down.
+static constexpr uint32_t kDownSums = 2 * kDownWarps * 8;  // at most so many units
 
-NINFER_KERNEL(expert_down_rows, ExpertDownParams, kDownThreads, 1) {
+// What a block has at a time: its place in the run, which of the run's rows, first tile and number of them; 0 ends the run.
+struct Window {
+  uint32_t at, of, tile, n;
+};
+
+static constexpr uint32_t kDownRowsFixed = 8 * 2 * kMaxTop + sizeof(Choice) + 2 * kDownSums * 4 + 2 * kDownTiles * 8 * 4 + 4 * sizeof(Window) + 64 + 8 * 512;
+
+// Arrivals of n threads.
+NINFER_DEVICE void mbar_arrive(uint32_t bar, uint32_t n) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(n) : "memory"); }
+
+NINFER_KERNEL(expert_down_rows, ExpertDownParams, kDownThreads, 2) {
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const uint32_t pairs = p.inner / 128, tile_bytes = pairs * kHalfBytes, tiles = p.h / 8;
-  const uint32_t tile0 = share_start(tiles, gridDim.x, blockIdx.x), nt = share_start(tiles, gridDim.x, blockIdx.x + 1) - tile0;
-  const uint32_t bars = smem_addr(smem), shared_bar = bars + 8 * kMaxTop, empty = shared_bar + 8;
-  static_assert(8 * (2 * kMaxTop + 1) <= 272);
-  uint16_t* id = (uint16_t*)(smem + 272);                // [8][16]
-  float* factor = (float*)(smem + 528);                  // [8][16]
-  float* weight = (float*)(smem + 1040);                 // [8][16]
-  uint32_t* scratch = (uint32_t*)(smem + 1552);          // [8][96]
-  float* sums = (float*)(smem + 4624);                   // [2][warp][tile][8]
-  float* first = sums + 2 * kDownWarps * kDownTiles * 8;  // [row][warp][tile][8]: of the shared expert
-  const uint32_t hs = smem_addr(smem) + kDownRowsFixed, pitch = 2 * p.inner + 64, hs_bytes = p.topk * p.inner * 2;
-  const uint32_t shared_at = (hs + 2 * hs_bytes + 127) & ~127u, routed_at = shared_at + nt * 8 * pitch;
+  const uint32_t item0 = share_start(p.r * tiles, gridDim.x, blockIdx.x), items = share_start(p.r * tiles, gridDim.x, blockIdx.x + 1) - item0;
+  const uint32_t row0 = min(item0 / tiles, p.r - 1);
+  const bool two = item0 - row0 * tiles + items > tiles;  // a run reaches into one more row at most
+  const uint32_t bars = smem_addr(smem), empty = bars + 8 * kMaxTop;
+  Choice& choice = *(Choice*)(smem + 16 * kMaxTop);
+  float* sums = (float*)(smem + 16 * kMaxTop + sizeof(Choice));  // two windows' sums
+  float* shared = sums + 2 * kDownSums;                         // [2][tile][8]
+  Window* windows = (Window*)(shared + 2 * kDownTiles * 8);     // four in turn
+  const uint32_t hs = bars + kDownRowsFixed, routed_at = (hs + p.topk * p.inner * 2 + 127) & ~127u, slot_bytes = p.window * tile_bytes;
 
-  if (threadIdx.x <= kMaxTop) mbar_init(bars + 8 * threadIdx.x, 1);
-  const uint32_t units = nt * pairs, both = ceil_div(units, 2), step = kDownWarps / both;
-  if (threadIdx.x < kMaxTop) mbar_init(empty + 8 * threadIdx.x, both);
-  mbar_fence_init();
+  STAMP_BEGIN(240)
+  if (threadIdx.x < kMaxTop) {
+    mbar_init(bars + 8 * threadIdx.x, 1);
+    mbar_init(empty + 8 * threadIdx.x, 2 * kDownWarps);  // the warps that read an expert's slot, and what is missing to so many
+    mbar_fence_init();
+  }
+  // the window at a place of the run
+  auto window = [&](uint32_t at) {
+    const uint32_t i = item0 - row0 * tiles + at, of = i >= tiles, tile = i - of * tiles;
+    return Window{at, of, tile, min(min(items - at, p.window), tiles - tile)};
+  };
+  if (threadIdx.x == 0) {
+    windows[0] = window(0);
+    windows[1] = window(windows[0].n);
+  }
   __syncthreads();
-  const uint64_t policy = policy_evict_first();
-  if (threadIdx.x == 0) mbar_expect(shared_bar, nt * 8 * 2 * p.inner);
-  if (lane == 0)
-    for (uint32_t r = warp; r < nt * 8; r += kDownWarps)
-      bulk_load(shared_at + r * pitch, p.shared_w + (uint64_t)(tile0 * 8 + r) * p.inner, 2 * p.inner, shared_bar, policy);
   if (!p.early) pdl_wait();
-  if (warp < p.r) {
-    choose_weighted(p.logits + warp * p.experts, p.experts, p.topk, id + warp * 16, weight + warp * 16, scratch + warp * 96);
-    if (lane < p.topk) factor[warp * 16 + lane] = weight[warp * 16 + lane] * (E2M1_UNDO / __ldg(p.divisor + id[warp * 16 + lane]));
-  }
-  __syncthreads();
-  auto fetch = [&](uint32_t r, uint32_t d) {
-    mbar_expect(bars + 8 * d, nt * tile_bytes);
-    bulk_load(routed_at + d * nt * tile_bytes, (const uint8_t*)p.bank + ((uint64_t)id[r * 16 + d] * tiles + tile0) * tile_bytes, nt * tile_bytes, bars + 8 * d, policy);
+  STAMP(1)
+  choose(p.logits + row0 * p.experts, load_keys(p.logits + row0 * p.experts, p.experts), p.experts, p.topk, choice, choice.id[0], kDownThreads, (uint32_t*)sums);
+  STAMP(2)
+  auto fetch = [&](uint32_t d, const Window* at) {
+    const Window w = *at;
+    mbar_expect(bars + 8 * d, w.n * tile_bytes);
+    bulk_load(routed_at + d * slot_bytes, (const uint8_t*)p.bank + ((uint64_t)choice.id[w.of][d] * tiles + w.tile) * tile_bytes, w.n * tile_bytes, bars + 8 * d,
+              policy_evict_first());
   };
-  if (warp < p.topk && lane == 0) fetch(0, warp);
-  // the shared expert, all rows at once: column g is row g
-  const uint4 zero = make_uint4(0, 0, 0, 0);
-  {
-    float acc[2][4] = {};
-    mbar_wait(shared_bar, 0);
-#pragma unroll 1
-    for (uint32_t c = kDownWarps - 1 - warp; c < p.inner / 32; c += kDownWarps) {
-      const uint32_t at = shared_at + g * pitch + c * 64 + t * 16;
-      const uint4 x = g < p.r ? ldg_l2(p.shared_hidden + (uint64_t)g * p.inner + c * 32 + t * 8) : zero, u = lds128(at), v = nt > 1 ? lds128(at + 8 * pitch) : zero;
-      mma_bf16(acc[0], u.x, v.x, u.y, v.y, x.x, x.y);
-      mma_bf16(acc[0], u.z, v.z, u.w, v.w, x.z, x.w);
-      if (nt > 2) {
-        const uint4 w = lds128(at + 16 * pitch);
-        mma_bf16(acc[1], w.x, 0, w.y, 0, x.x, x.y);
-        mma_bf16(acc[1], w.z, 0, w.w, 0, x.z, x.w);
-      }
-    }
-#pragma unroll
-    for (uint32_t i = 0; i < 2; i++)
-      if (2 * t + i < p.r) {
-        const float f = sigmoid(ldg_l2_f32(p.shared_logit + 2 * t + i));
-        float* to = first + ((2 * t + i) * kDownWarps + warp) * kDownTiles * 8 + g;
-        to[0] = f * acc[0][i], to[8] = f * acc[0][2 + i], to[16] = f * acc[1][i];
-      }
+  if (items && warp < min(p.early, p.topk) && lane == 0) fetch(warp, windows);
+  if (warp == kDownWarps - 1) {
+    const float weight = weight_of(choice.key, p.topk);
+    if (lane < p.topk) choice.factor[0][lane] = weight * (E2M1_UNDO / __ldg(p.divisor + choice.id[0][lane]));
   }
+  if (two) {
+    __syncthreads();  // keys have been read
+    choose_apart(p.logits + (row0 + 1) * p.experts, p.experts, p.topk, choice, choice.id[1], kDownThreads, (uint32_t*)sums);
+    if (warp == kDownWarps - 1) {
+      const float weight = weight_of(choice.key, p.topk);
+      if (lane < p.topk) choice.factor[1][lane] = weight * (E2M1_UNDO / __ldg(p.divisor + choice.id[1][lane]));
+    }
+  }
+  if (p.distinct && blockIdx.x == gridDim.x - 1) {  // nobody has fewer tiles
+    uint32_t* seen = (uint32_t*)(windows + 4);
+    uint8_t* room = (uint8_t*)(seen + kMaxExperts / 32) + warp * 512;
+    if (threadIdx.x < kMaxExperts / 32) seen[threadIdx.x] = 0;
+    __syncthreads();
+    if (warp < p.r) {
+      top_of_row(p.logits + warp * p.experts, p.experts, p.topk, (uint16_t*)room, (uint32_t*)(room + 32), (uint32_t*)(room + 96));
+      if (lane < p.topk) atomicOr(seen + ((uint16_t*)room)[lane] / 32, 1u << ((uint16_t*)room)[lane] % 32);
+    }
+    __syncthreads();
+    const uint32_t n = __reduce_add_sync(~0u, lane < kMaxExperts / 32 ? __popc(seen[lane]) : 0);
+    if (threadIdx.x == 0) choice.distinct = n;
+  }
+  STAMP(3)
   if (p.early) pdl_wait();
-  const uint32_t all = p.topk * p.inner / 8;  // at most 1280
-  auto put = [&](uint32_t r, uint32_t i, uint4 v) {
-    if (i < all) sts128(hs + (r & 1) * hs_bytes + i * 16, operand(v));
+  STAMP(4)
+  // Weights that were asked for earlier would have come instead of the last tiles of gate/up, which everything waits for.
+  if (items && lane == 0 && warp >= p.early && warp < p.topk) fetch(warp, windows);
+  if (p.distinct && blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) *p.distinct = choice.distinct;
+  const uint32_t all = p.topk * p.inner / 8;
+  auto stage = [&](uint32_t of_row) {
+    const bf16* hidden = p.hidden + (uint64_t)of_row * p.topk * p.inner;
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < all; i += 2 * kDownThreads) {
+      const uint32_t j = i + kDownThreads;
+      uint4 a = ldg_l2(hidden + i * 8), b = a;
+      if (j < all) b = ldg_l2(hidden + j * 8);
+      sts128(hs + i * 16, operand(a));
+      if (j < all) sts128(hs + j * 16, operand(b));
+    }
+    __syncthreads();
   };
-  auto get = [&](uint32_t r, uint32_t i) { return i < all ? ldg_l2(p.hidden + (uint64_t)r * p.topk * p.inner + i * 8) : zero; };
-  for (uint32_t i = threadIdx.x; i < all; i += kDownThreads) put(0, i, get(0, i));
-  __syncthreads();
+  if (items) stage(row0);
   pdl_trigger();
-  uint32_t d0 = warp / both;
-  const bool works = warp < step * both;
-  const uint32_t a = warp - d0 * both, b = a + both;
-  const bool second = b < units, live = g == 2 * t || (g == 2 * t + 1 && second);
-  const uint32_t ta = (a >= pairs) + (a >= 2 * pairs), tb = (b >= pairs) + (b >= 2 * pairs);
-  const uint32_t other = second ? both * kHalfBytes : 0, from_step = step * units * kHalfBytes, xp_step = step * p.inner * 2;
+  STAMP(5)
+  const uint4 zero = make_uint4(0, 0, 0, 0);
+  uint32_t turn = 0;
 #pragma unroll 1
-  for (uint32_t r = 0; r < p.r; r++) {
-    uint4 more[3];
-    const bool next = r + 1 < p.r;
-    if (next)
-#pragma unroll
-      for (int i = 0; i < 3; i++) more[i] = get(r + 1, threadIdx.x + i * kDownThreads);
-    float tot[kDownTiles];
-#pragma unroll
-    for (uint32_t i = 0; i < kDownTiles; i++) tot[i] = t == 0 ? first[(r * kDownWarps + warp) * kDownTiles * 8 + i * 8 + g] : 0.0f;
-    if (works) {
-      uint32_t from = routed_at + (d0 * units + a) * kHalfBytes + lane * 16;
-      uint32_t xp = hs + (r & 1) * hs_bytes + (d0 * p.inner + (g == 2 * t ? a - ta * pairs : b - tb * pairs) * 128 + t * 16) * 2;
+  for (bool more = items; more; turn++) {
+    const uint32_t nt = windows[turn & 3].n;
+    more = windows[turn + 1 & 3].n;
+    if (threadIdx.x < 2 * nt) {
+      const Window w = windows[turn & 3];
+      if (threadIdx.x == 0) windows[turn + 2 & 3] = window(windows[turn + 1 & 3].at + windows[turn + 1 & 3].n);
+      copy16(smem_addr(shared + (turn & 1) * kDownTiles * 8 + threadIdx.x * 4),
+             p.shared_out + (uint64_t)(row0 + w.of) * p.h + w.tile * 8 + threadIdx.x * 4, policy_evict_first());
+    }
+    copy_commit();
+    // An expert's units are the pairs of its tiles, in order; the second half of them goes to rows g + 8. A warp has the same two units of
+    // every other expert, so that a unit's sum is the same whatever tiles are beside it.
+    const uint32_t units = nt * pairs, both = ceil_div(units, 2);
+    float* now = sums + (turn & 1) * kDownSums;  // [every other expert's][pair][tile][8]
+    if (warp < 2 * both) {
+      uint32_t d = warp >= both;
+      const uint32_t a = warp - d * both, b = a + both;
+      const bool second = b < units, live = g == 2 * t || (g == 2 * t + 1 && second);
+      const uint32_t ta = a / pairs, tb = b / pairs;
       float suma = 0, sumb = 0;
+      {
+        uint32_t from = routed_at + d * slot_bytes + a * kHalfBytes + lane * 16,
+                 xp = hs + (d * p.inner + (g == 2 * t ? a - ta * pairs : b - tb * pairs) * 128 + t * 16) * 2;
+        const uint32_t other = second ? both * kHalfBytes : 0, from_step = 2 * slot_bytes, xp_step = 4 * p.inner;
+        const float* factor = choice.factor[windows[turn & 3].of];
 #pragma unroll 1
-      for (uint32_t d = d0; d < p.topk; d += step) {
-        mbar_wait(bars + 8 * d, r & 1);
-        const uint4 u = lds128(from), v = lds128(from + other);
-        const float2 fa = e4m3x2_f32(lds16(from + 512 - 14 * lane)), fb = e4m3x2_f32(lds16(from + other + 512 - 14 * lane));
-        __syncwarp();
-        if (lane == 0) {
-          mbar_arrive(empty + 8 * d);
-          if (next && a == 0) {
-            mbar_wait(empty + 8 * d, r & 1);
-            fetch(r + 1, d);
+        for (; d < p.topk; d += 2) {
+          mbar_wait(bars + 8 * d, turn & 1);
+          const uint4 u = lds128(from), v = lds128(from + other);
+          const uint32_t su = lds16(from + 512 - 14 * lane), sv = lds16(from + other + 512 - 14 * lane);
+          if (more) {  // the next window's weights into the same place
+            __syncwarp();
+            if (lane == 0) {
+              const bool asks = warp == 0 || warp == both;
+              mbar_arrive(empty + 8 * d, asks ? 2 * kDownWarps + 1 - both : 1);
+              if (asks) {
+                mbar_wait(empty + 8 * d, turn & 1);
+                fetch(d, windows + (turn + 1 & 3));
+              }
+            }
           }
+          uint4 x0 = zero, x1 = zero;
+          if (live) x0 = lds128(xp), x1 = lds128(xp + 16);
+          float acc[4], va, vb;
+          multiply_plain(acc, make_uint2(u.x, u.y), make_uint2(v.x, v.y), x0, x1);
+          const float2 fa = e4m3x2_f32(su), fb = e4m3x2_f32(sv);
+          va = fa.x * acc[0], vb = fb.x * acc[3];
+          if (live) x0 = lds128(xp + 128), x1 = lds128(xp + 144);
+          multiply_plain(acc, make_uint2(u.z, u.w), make_uint2(v.z, v.w), x0, x1);
+          va = fmaf(fa.y, acc[0], va), vb = fmaf(fb.y, acc[3], vb);  // zero where there is no second unit, whose activations are
+          const float f = factor[d];
+          suma = fmaf(f, va, suma), sumb = fmaf(f, vb, sumb);
+          from += from_step, xp += xp_step;
         }
-        const float f = factor[r * 16 + d];
-        uint4 x0 = zero, x1 = zero, x2 = zero, x3 = zero;
-        if (live) x0 = lds128(xp), x1 = lds128(xp + 16), x2 = lds128(xp + 128), x3 = lds128(xp + 144);
-        float acc[4], va, vb;
-        multiply_plain(acc, make_uint2(u.x, u.y), make_uint2(v.x, v.y), x0, x1);
-        va = fa.x * acc[0], vb = fb.x * acc[3];
-        multiply_plain(acc, make_uint2(u.z, u.w), make_uint2(v.z, v.w), x2, x3);
-        va = fmaf(fa.y, acc[0], va), vb = fmaf(fb.y, acc[3], vb);
-        suma = fmaf(f, va, suma), sumb = fmaf(f, vb, sumb);
-        from += from_step, xp += xp_step;
       }
-#pragma unroll
-      for (uint32_t i = 0; i < kDownTiles; i++) {
-        if (ta == i) tot[i] += suma;
-        if (tb == i && second) tot[i] += sumb;
-      }
+      suma = quad_sum(suma), sumb = quad_sum(sumb);
+      // computed anew: no registers for it in the loop
+      const uint32_t n = lds32(smem_addr(&windows[turn & 3].n)), u = n * pairs, half = ceil_div(u, 2), odd = warp >= half, c = warp - odd * half;
+      float* to = now + odd * u * 8 + g;
+      if (t == 0) to[(c % pairs * n + c / pairs) * 8] = suma;
+      if (t == 0 && c + half < u) to[((c + half) % pairs * n + (c + half) / pairs) * 8] = sumb;
     }
-    float* now = sums + (r & 1) * kDownWarps * kDownTiles * 8;
-#pragma unroll
-    for (uint32_t i = 0; i < kDownTiles; i++) {
-      const float v = quad_sum(tot[i]);
-      if (t == 0) now[(warp * kDownTiles + i) * 8 + g] = v;
-    }
-    if (next)
-#pragma unroll
-      for (int i = 0; i < 3; i++) put(r + 1, threadIdx.x + i * kDownThreads, more[i]);
+    copy_wait<0>();
     __syncthreads();
     if (threadIdx.x < nt * 64) {  // eight lanes an output
-      const uint32_t row = threadIdx.x / 8;
       float v = 0;
-      for (uint32_t w = lane % 8; w < kDownWarps; w += 8) v += now[w * kDownTiles * 8 + row];
+#pragma unroll 1
+      for (uint32_t i = lane % 8; i < 2 * pairs; i += 8) v += now[i * nt * 8 + threadIdx.x / 8];
       v = quad_sum(v);
       v += __shfl_xor_sync(~0u, v, 4);
-      if (lane % 8 == 0) p.out[(uint64_t)r * p.h + tile0 * 8 + row] = __float2bfloat16_rn(v);
+      const Window w = windows[turn & 3];
+      if (lane % 8 == 0)
+        p.out[(uint64_t)(row0 + w.of) * p.h + w.tile * 8 + threadIdx.x / 8] = __float2bfloat16_rn(v + shared[(turn & 1) * kDownTiles * 8 + threadIdx.x / 8]);
     }
+    if (more && windows[turn + 1 & 3].of > windows[turn & 3].of) stage(row0 + 1);
   }
+  STAMP(6)
 }
 
 // ---- repacking ----

@@ -575,7 +575,7 @@ func TestExperts(t *testing.T) {
 					words, x := activations(rng, r, sh.h)
 					dx := g.Upload(words)
 					logits, hs, sl := g.Poisoned(4*r*sh.experts), g.Poisoned(2*r*sh.inner), g.Poisoned(4*r)
-					hid, out, distinct := g.Poisoned(2*r*sh.topk*sh.inner), g.Poisoned(2*r*sh.h), g.Poisoned(4)
+					hid, out, distinct, so := g.Poisoned(2*r*sh.topk*sh.inner), g.Poisoned(2*r*sh.h), g.Poisoned(4), g.Poisoned(4*r*sh.h)
 					rPlan, rp, err := g.set.Limits.Router(f == FormatE4M3, uint32(r), uint32(sh.h), uint32(sh.experts), uint32(sh.inner))
 					g.Check(err)
 					rp.X, rp.Router, rp.RouterScale, rp.Gate, rp.GateScale, rp.Up, rp.UpScale = dx, pr.W, pr.Scale, pg.W, pg.Scale, pu.W, pu.Scale
@@ -585,10 +585,13 @@ func TestExperts(t *testing.T) {
 					}
 					uPlan, upp, err := g.set.Limits.ExpertUp(uint32(r), uint32(sh.h), uint32(sh.experts), uint32(sh.topk), uint32(sh.inner), Tuning{})
 					g.Check(err)
-					upp.X, upp.Logits, upp.Bank, upp.Divisor, upp.Hidden, upp.Distinct = dx, logits, dUp, dUpDiv, hid, distinct
+					upp.X, upp.Logits, upp.Bank, upp.Divisor, upp.Hidden = dx, logits, dUp, dUpDiv, hid
+					upp.SharedW, upp.SharedHidden, upp.SharedLogit, upp.SharedOut = dShared, hs, sl, so
 					dPlan, dp, err := g.set.Limits.ExpertDown(uint32(r), uint32(sh.h), uint32(sh.experts), uint32(sh.topk), uint32(sh.inner), true)
 					g.Check(err)
-					dp.Logits, dp.Hidden, dp.Bank, dp.Divisor, dp.SharedW, dp.SharedHidden, dp.SharedLogit, dp.Out = logits, hid, dDown, dDownDiv, dShared, hs, sl, out
+					dp.Logits, dp.Hidden, dp.Bank, dp.Divisor, dp.SharedW, dp.SharedHidden, dp.SharedLogit = logits, hid, dDown, dDownDiv, dShared, hs, sl
+					dp.SharedOut, dp.Out, dp.Distinct = so, out, distinct
+					dp.Early = uint32(r % (sh.topk + 1)) // with none, some, all experts' weights before the wait
 					run(g, rPlan, &rp, true)
 					run(g, uPlan, &upp, true)
 					run(g, dPlan, &dp, true)
@@ -688,7 +691,7 @@ func TestRowsAlone(t *testing.T) {
 					g.Check(err)
 					u.X, u.Norm, u.Partial, u.Square, u.Up, u.UpScale, u.Mix, u.Inject = xOut, norm, partial, square, up.W, up.Scale, mixP, injP
 					run(g, uPlan, &u, true)
-					lg, hs, sl, hid := g.Poisoned(4*r*experts), g.Poisoned(2*r*inner), g.Poisoned(4*r), g.Poisoned(2*r*topk*inner)
+					lg, hs, sl, hid, so := g.Poisoned(4*r*experts), g.Poisoned(2*r*inner), g.Poisoned(4*r), g.Poisoned(2*r*topk*inner), g.Poisoned(4*r*h)
 					rPlan, rp, err := g.set.Limits.Router(f == FormatE4M3, R, H, E, I)
 					g.Check(err)
 					rp.X, rp.Router, rp.RouterScale, rp.Gate, rp.GateScale, rp.Up, rp.UpScale = mixP, router.W, router.Scale, gate.W, gate.Scale, upW.W, upW.Scale
@@ -696,12 +699,13 @@ func TestRowsAlone(t *testing.T) {
 					run(g, rPlan, &rp, true)
 					ePlan, ep, err := upLimits.ExpertUp(R, H, E, K, I, Tuning{})
 					g.Check(err)
-					ep.Distinct = distinct
 					ep.X, ep.Logits, ep.Bank, ep.Divisor, ep.Hidden = mixP, lg, dUp, upDiv, hid
+					ep.SharedW, ep.SharedHidden, ep.SharedLogit, ep.SharedOut = sharedDown.W, hs, sl, so
 					run(g, ePlan, &ep, true)
 					dPlan, dp, err := downLimits.ExpertDown(R, H, E, K, I, true)
 					g.Check(err)
-					dp.Logits, dp.Hidden, dp.Bank, dp.Divisor, dp.SharedW, dp.SharedHidden, dp.SharedLogit, dp.Out = lg, hid, dDown, downDiv, sharedDown.W, hs, sl, outP
+					dp.Logits, dp.Hidden, dp.Bank, dp.Divisor, dp.SharedW, dp.SharedHidden, dp.SharedLogit = lg, hid, dDown, downDiv, sharedDown.W, hs, sl
+					dp.SharedOut, dp.Out, dp.Distinct = so, outP, distinct
 					run(g, dPlan, &dp, true)
 					return g.Download[uint16](mixP, h*r), g.Download[uint16](outP, h*r), g.Download[float32](injP, 4*r), g.Download[float32](lg, experts*r)
 				}
@@ -715,31 +719,29 @@ func TestRowsAlone(t *testing.T) {
 						}
 					}
 				}
-				// where shared memory is short, a block of experts has one row
+				// where shared memory is short, less is on its way
 				run1(0, rows)
 				counted := g.Download[uint32](distinct, 1)[0]
-				for upLimits.SharedPerBlock > 0 {
-					plan, _, err := upLimits.ExpertUp(rows, uint32(h), uint32(experts), uint32(topk), uint32(inner), Tuning{})
-					g.Check(err)
-					if plan.Kernel == ExpertGateUp {
-						break
-					}
+				for {
 					upLimits.SharedPerBlock -= 1 << 10
-				}
-				for downLimits.SharedPerBlock > 0 {
-					plan, _, err := downLimits.ExpertDown(rows, uint32(h), uint32(experts), uint32(topk), uint32(inner), true)
-					g.Check(err)
-					if plan.Kernel == ExpertDown {
+					if _, _, err := upLimits.ExpertUp(rows, uint32(h), uint32(experts), uint32(topk), uint32(inner), Tuning{}); err != nil {
+						upLimits.SharedPerBlock += 1 << 10
 						break
 					}
+				}
+				for {
 					downLimits.SharedPerBlock -= 1 << 10
+					if _, _, err := downLimits.ExpertDown(rows, uint32(h), uint32(experts), uint32(topk), uint32(inner), true); err != nil {
+						downLimits.SharedPerBlock += 1 << 10
+						break
+					}
 				}
 				m, o, i, l := run1(0, rows)
 				if !slices.Equal(m, mix) || !slices.Equal(o, out) || !slices.Equal(i, injOut) || !slices.Equal(l, logits) {
-					t.Errorf("H %d format %d: other bits with a block for each row", h, f)
+					t.Errorf("H %d format %d: other bits with little shared memory", h, f)
 				}
 				if d := g.Download[uint32](distinct, 1)[0]; d != counted {
-					t.Errorf("H %d format %d: %d distinct experts, %d with a block for each row", h, f, counted, d)
+					t.Errorf("H %d format %d: %d distinct experts, %d with little shared memory", h, f, counted, d)
 				}
 			}
 		}
@@ -814,30 +816,41 @@ func topOf(l []float32, k int) (ids []int, w []float64) {
 	return ids, w
 }
 
-// Equal logits everywhere: the lowest ids win, in order.
+// Equal logits: the lowest ids win, in order, whether few or many are equal.
 func TestRoutingTies(t *testing.T) {
 	withGPU(t, func(g *gpu) {
-		const h, inner, e, topk = 128, 128, 64, 4
+		const h, inner = 128, 128
 		rng := rand.New(rand.NewPCG(9, 10))
-		b := randomBank(rng, e, 2*inner, h)
+		b := randomBank(rng, 512, 2*inner, h)
 		packed, div := b.pack(g, true), g.Upload(b.divisor)
-		for r := 1; r <= 3; r++ {
-			logits := make([]float32, r*e)
-			for a := range r {
-				logits[a*e+40], logits[a*e+13], logits[a*e+50] = 1, 1, 2
-			}
-			words, x := activations(rng, r, h)
-			hid := g.Poisoned(2 * r * topk * inner)
-			plan, p, err := g.set.Limits.ExpertUp(uint32(r), h, e, topk, inner, Tuning{})
-			g.Check(err)
-			p.X, p.Logits, p.Bank, p.Divisor, p.Hidden = g.Upload(words), g.Upload(logits), packed, div, hid
-			run(g, plan, &p, false)
-			got := g.Download[uint16](hid, r*topk*inner)
-			for a := range r {
-				for j, want := range []int{50, 13, 40, 0} {
-					u, v := b.dot(want, 5, x[a]), b.dot(want, inner+5, x[a])
-					if w := u * sigmoid(u) * v; math.Abs(unbf16(got[(a*topk+j)*inner+5])-w) > 1e-2*math.Abs(w)+1e-3 {
-						t.Errorf("R %d rank %d is not expert %d", r, j, want)
+		shared := randomMatrix(rng, FormatBF16, h, inner, false).part(g, 0, 0, 0)
+		for _, c := range []struct{ e, topk, values int }{{64, 4, 0}, {64, 4, 3}, {512, 10, 40}, {512, 10, 300}, {512, 10, 5000}, {512, 16, 2}, {512, 16, 500}, {100, 10, 30}, {37, 1, 4}} {
+			for _, r := range []int{1, 3, 8} {
+				logits := make([]float32, r*c.e)
+				for a := range r {
+					if c.values == 0 {
+						logits[a*c.e+40], logits[a*c.e+13], logits[a*c.e+50] = 1, 1, 2
+						continue
+					}
+					for i := range c.e { // zeros of both signs are equal
+						logits[a*c.e+i] = float32(math.Copysign(float64(rng.IntN(c.values)), rng.Float64()-0.3))
+					}
+				}
+				words, x := activations(rng, r, h)
+				hid := g.Poisoned(2 * r * c.topk * inner)
+				plan, p, err := g.set.Limits.ExpertUp(uint32(r), h, uint32(c.e), uint32(c.topk), inner, Tuning{})
+				g.Check(err)
+				p.X, p.Logits, p.Bank, p.Divisor, p.Hidden = g.Upload(words), g.Upload(logits), packed, div, hid
+				p.SharedW, p.SharedHidden, p.SharedLogit, p.SharedOut = shared.W, g.Upload(words), g.Upload(logits), g.Poisoned(4*r*h)
+				run(g, plan, &p, false)
+				got := g.Download[uint16](hid, r*c.topk*inner)
+				for a := range r {
+					ids, _ := topOf(logits[a*c.e:(a+1)*c.e], c.topk)
+					for j, want := range ids {
+						u, v := b.dot(want, 5, x[a]), b.dot(want, inner+5, x[a])
+						if w := u * sigmoid(u) * v; math.Abs(unbf16(got[(a*c.topk+j)*inner+5])-w) > 1e-2*math.Abs(w)+1e-3 {
+							t.Errorf("%+v: row %d of %d: rank %d is not expert %d", c, a, r, j, want)
+						}
 					}
 				}
 			}

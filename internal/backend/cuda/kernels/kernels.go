@@ -55,13 +55,12 @@ func Load(c *driver.Context, files fs.FS) (*Set, error) {
 type Plan struct {
 	Kernel ID
 	Grid   uint32
-	GridY  uint32 // 0 is 1
 	Shared uint32 // dynamic shared memory, bytes
 }
 
 // Run launches a plan on a stream. params is the kernel's struct; pdl lets it start before its predecessor has ended.
 func (s *Set) Run[P any](c *driver.Context, st driver.Stream, plan Plan, params *P, pdl bool) error {
-	return s.Set.Run(c, st, plan.Kernel, [3]uint32{plan.Grid, max(1, plan.GridY), 1}, plan.Shared, params, pdl)
+	return s.Set.Run(c, st, plan.Kernel, [3]uint32{plan.Grid, 1, 1}, plan.Shared, params, pdl)
 }
 
 // Layout is the size of every parameter struct followed by the offsets of its fields.

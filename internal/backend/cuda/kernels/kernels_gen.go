@@ -59,7 +59,7 @@ var table = code.Table[ID]{
 	Sources: []string{"expert", "hyper", "router", "stream", "yard"},
 	Kernels: []code.Kernel{
 		{Name: "expert_gate_up", Source: "expert", Threads: (32 * 11)},
-		{Name: "expert_gate_up_rows", Source: "expert", Threads: (32 * 11)},
+		{Name: "expert_gate_up_rows", Source: "expert", Threads: (32 * 12)},
 		{Name: "expert_down", Source: "expert", Threads: (32 * (16))},
 		{Name: "expert_down_rows", Source: "expert", Threads: (32 * (16))},
 		{Name: "expert_repack", Source: "expert", Threads: 256},
@@ -229,20 +229,23 @@ type RouterParams struct {
 
 // ExpertUpParams mirrors the struct of that name in params.h.
 type ExpertUpParams struct {
-	X        driver.Ptr
-	Logits   driver.Ptr
-	Bank     driver.Ptr
-	Divisor  driver.Ptr
-	Hidden   driver.Ptr
-	Distinct driver.Ptr
-	R        uint32
-	XLd      uint32
-	K        uint32
-	Experts  uint32
-	Topk     uint32
-	Inner    uint32
-	Slots    uint32
-	Trigger  uint32
+	X            driver.Ptr
+	Logits       driver.Ptr
+	Bank         driver.Ptr
+	Divisor      driver.Ptr
+	Hidden       driver.Ptr
+	SharedW      driver.Ptr
+	SharedHidden driver.Ptr
+	SharedLogit  driver.Ptr
+	SharedOut    driver.Ptr
+	R            uint32
+	XLd          uint32
+	K            uint32
+	Experts      uint32
+	Topk         uint32
+	Inner        uint32
+	Slots        uint32
+	Trigger      uint32
 }
 
 // ExpertDownParams mirrors the struct of that name in params.h.
@@ -254,13 +257,17 @@ type ExpertDownParams struct {
 	SharedW      driver.Ptr
 	SharedHidden driver.Ptr
 	SharedLogit  driver.Ptr
+	SharedOut    driver.Ptr
 	Out          driver.Ptr
+	Distinct     driver.Ptr
 	R            uint32
 	Experts      uint32
 	Topk         uint32
 	Inner        uint32
 	H            uint32
 	Early        uint32
+	Window       uint32
+	Reserved     uint32
 }
 
 // RepackParams mirrors the struct of that name in params.h.
@@ -426,7 +433,10 @@ var layout = []uintptr{
 	unsafe.Offsetof(ExpertUpParams{}.Bank),
 	unsafe.Offsetof(ExpertUpParams{}.Divisor),
 	unsafe.Offsetof(ExpertUpParams{}.Hidden),
-	unsafe.Offsetof(ExpertUpParams{}.Distinct),
+	unsafe.Offsetof(ExpertUpParams{}.SharedW),
+	unsafe.Offsetof(ExpertUpParams{}.SharedHidden),
+	unsafe.Offsetof(ExpertUpParams{}.SharedLogit),
+	unsafe.Offsetof(ExpertUpParams{}.SharedOut),
 	unsafe.Offsetof(ExpertUpParams{}.R),
 	unsafe.Offsetof(ExpertUpParams{}.XLd),
 	unsafe.Offsetof(ExpertUpParams{}.K),
@@ -443,13 +453,17 @@ var layout = []uintptr{
 	unsafe.Offsetof(ExpertDownParams{}.SharedW),
 	unsafe.Offsetof(ExpertDownParams{}.SharedHidden),
 	unsafe.Offsetof(ExpertDownParams{}.SharedLogit),
+	unsafe.Offsetof(ExpertDownParams{}.SharedOut),
 	unsafe.Offsetof(ExpertDownParams{}.Out),
+	unsafe.Offsetof(ExpertDownParams{}.Distinct),
 	unsafe.Offsetof(ExpertDownParams{}.R),
 	unsafe.Offsetof(ExpertDownParams{}.Experts),
 	unsafe.Offsetof(ExpertDownParams{}.Topk),
 	unsafe.Offsetof(ExpertDownParams{}.Inner),
 	unsafe.Offsetof(ExpertDownParams{}.H),
 	unsafe.Offsetof(ExpertDownParams{}.Early),
+	unsafe.Offsetof(ExpertDownParams{}.Window),
+	unsafe.Offsetof(ExpertDownParams{}.Reserved),
 	unsafe.Sizeof(RepackParams{}),
 	unsafe.Offsetof(RepackParams{}.Codes),
 	unsafe.Offsetof(RepackParams{}.Scales),

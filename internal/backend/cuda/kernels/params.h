@@ -106,7 +106,10 @@ struct ExpertUpParams {
   const void* bank;              // packed tiles, see expert.cu
   const float* divisor;          // [E]
   __nv_bfloat16* hidden;         // [R][topk][I]
-  uint32_t* distinct;            // number of distinct experts, for reports; may be null
+  const __nv_bfloat16* shared_w; // [K][I]: the shared expert's second half, which several rows have here
+  const __nv_bfloat16* shared_hidden;  // [R][I]
+  const float* shared_logit;     // [R]
+  float* shared_out;             // [R][K]
   uint32_t r, x_ld, k, experts, topk, inner;
   uint32_t slots;                // tiles of weights a block has on their way
   uint32_t trigger;              // the next kernel may start when so many of a block's tiles have been asked for
@@ -117,11 +120,15 @@ struct ExpertDownParams {
   const __nv_bfloat16* hidden;   // [R][topk][I]
   const void* bank;              // packed tiles
   const float* divisor;          // [E]
-  const __nv_bfloat16* shared_w; // [H][I]
+  const __nv_bfloat16* shared_w; // [H][I]: of a single row
   const __nv_bfloat16* shared_hidden;  // [R][I]
   const float* shared_logit;     // [R]
+  const float* shared_out;       // [R][H]: of several rows, from expert_gate_up_rows
   __nv_bfloat16* out;            // [R][H]
-  uint32_t r, experts, topk, inner, h, early;
+  uint32_t* distinct;            // number of distinct experts, for reports; may be null
+  uint32_t r, experts, topk, inner, h;
+  uint32_t early;                // 0: nothing is read before the wait; else so many of several rows' experts are asked for before it
+  uint32_t window, reserved;     // of several rows: tiles of eight rows that a block works on at a time
 };
 
 struct RepackParams {

@@ -327,63 +327,67 @@ const (
 
 	pairBytes = 1152 // 128 k of a gate/up tile
 	halfBytes = 576  // 128 k of a down tile
+	choice    = 848  // what experts are chosen with
 	upWarps   = 10
-	upFixed   = 1184
+	upFixed   = 640 + choice
 	upPairs   = 20
 	upSlots   = 3 // tiles on their way: with expert_down's weights beside them they fit on an SM (R5)
 	downWarps = 16
 	downTiles = 3 // of a block at most
-	downFixed = 688 + downWarps*downTiles*8*4
+	downFixed = 144 + choice + downWarps*downTiles*8*4 + 96
 
 	// for several rows
-	upRowsFixed    = 1536
-	upRowsSlots    = 6
-	downRowsFixed  = 4624 + (2+MaxRows)*downWarps*downTiles*8*4
-	downRowsHidden = 3 * 512 * 8
+	upRowsFixed   = 688 + choice + 2*4*upWarps*256 + 128
+	upRowsSlots   = 4
+	upRowsShared  = 24 // rows of the shared expert's second half a block has at most
+	downRowsFixed = 256 + choice + 2*2*downWarps*8*4 + 2*downTiles*8*4 + 4*16 + 64 + MaxRows*512 + 128
+	downRowsEarly = 4 // experts whose weights are asked for before the wait: more would come instead of gate/up's last tiles
 )
 
-// ExpertUp plans the routed first half. k is the hidden width, inner the experts' width; t.Stages is the number of tiles on their way.
+// ExpertUp plans the routed first half, and for several rows the shared expert's second. k is the hidden width, inner the experts' width;
+// t.Stages is the number of tiles on their way.
 func (l Limits) ExpertUp(r, k, experts, topk, inner uint32, t Tuning) (Plan, ExpertUpParams, error) {
 	p := ExpertUpParams{R: r, K: k, XLd: k, Experts: experts, Topk: topk, Inner: inner, Slots: upSlots}
+	items := (topk*inner/8 + l.SMs - 1) / l.SMs
+	tile := k / 128 * pairBytes
+	rows := (k + l.SMs - 1) / l.SMs
+	if r > 1 && tile > 0 {
+		p.Slots = min(upRowsSlots, (l.SharedPerBlock-min(l.SharedPerBlock, upRowsFixed))/tile)
+	}
 	if t.Stages != 0 {
 		p.Slots = min(t.Stages, 8)
 	}
-	items := (topk*inner/8 + l.SMs - 1) / l.SMs
-	tile := k / 128 * pairBytes
-	plan := Plan{Kernel: ExpertGateUp, Grid: l.SMs, Shared: upFixed + max(items*upWarps*256, 64+MaxRows*512) + 128 + p.Slots*tile}
-	if rows := upRowsFixed + r*2*k + max(2*items*upWarps*256, 8*512+64) + 128; r > 1 && rows+2*tile <= l.SharedPerBlock {
-		// a block goes through all rows, with their activations and two rows' sums in shared memory
-		if t.Stages == 0 && tile > 0 {
-			p.Slots = min(upRowsSlots, (l.SharedPerBlock-rows)/tile)
-		}
-		plan.Kernel, plan.Shared = ExpertGateUpRows, rows+p.Slots*tile
-	} else if r > 1 {
-		plan.GridY = r + 1 // one more counts the distinct experts, if anybody asks
+	plan := Plan{Kernel: ExpertGateUp, Grid: l.SMs, Shared: upFixed + items*upWarps*256 + 128 + p.Slots*tile}
+	if r > 1 { // two of its blocks on an SM would leave another without
+		plan.Kernel, plan.Shared = ExpertGateUpRows, max(upRowsFixed+p.Slots*tile, min(l.Half()+1024, l.SharedPerBlock))
 	}
-	if r < 1 || r > MaxRows || k == 0 || k%128 != 0 || k/128 > upPairs || inner == 0 || inner%8 != 0 || experts > maxExperts || topk > maxTop || topk == 0 ||
-		topk > experts || plan.Shared > l.SharedPerBlock {
+	if r < 1 || r > MaxRows || k == 0 || k%128 != 0 || k/128 > upPairs || inner == 0 || inner%32 != 0 || experts > maxExperts || topk > maxTop || topk == 0 ||
+		topk > experts || plan.Shared > l.SharedPerBlock || r > 1 && (l.SMs < MaxRows || rows > upRowsShared || rows*(2*inner+64) > (p.Slots-1)*tile) {
 		return plan, p, fmt.Errorf("cuda: no expert plan for %d rows of %d, top %d of %d", r, k, topk, experts)
 	}
 	return plan, p, nil
 }
 
-// ExpertDown plans the routed and shared second half: h is the hidden width. early says that the kernel before it triggered after its own
-// wait, so that what the router wrote may be read in the prologue (R3).
+// ExpertDown plans the routed second half, and for a single row the shared expert's: h is the hidden width. early says that the kernel before it
+// triggered after its own wait, so that what the router wrote may be read in the prologue (R3).
 func (l Limits) ExpertDown(r, h, experts, topk, inner uint32, early bool) (Plan, ExpertDownParams, error) {
 	p := ExpertDownParams{R: r, H: h, Experts: experts, Topk: topk, Inner: inner}
 	if early {
-		p.Early = 1
+		p.Early = min(downRowsEarly, topk)
 	}
 	blocks := max(1, min(l.SMs, h/8))
 	tiles := (h/8 + blocks - 1) / blocks
-	plan := Plan{Kernel: ExpertDown, Grid: blocks, GridY: r}
-	plan.Shared = downFixed + topk*inner*2 + 128 + tiles*8*(2*inner+64) + topk*tiles*inner/128*halfBytes
-	// a block goes through all rows, two rows' operands in shared memory
-	if shared := plan.Shared + downRowsFixed - downFixed + topk*inner*2; r > 1 && shared <= l.SharedPerBlock && topk*inner <= downRowsHidden {
-		plan = Plan{Kernel: ExpertDownRows, Grid: blocks, Shared: shared}
+	plan := Plan{Kernel: ExpertDown, Grid: blocks, Shared: downFixed + topk*inner*2 + 128 + tiles*8*(2*inner+64) + topk*tiles*inner/128*halfBytes}
+	if r > 1 {
+		p.Window = downTiles
+		shared := func() uint32 { return downRowsFixed + topk*inner*2 + topk*p.Window*inner/128*halfBytes }
+		for p.Window > 1 && (shared() > l.SharedPerBlock || p.Window*inner/128 > downWarps) {
+			p.Window--
+		}
+		plan.Kernel, plan.Shared, tiles = ExpertDownRows, shared(), p.Window
 	}
 	if r < 1 || r > MaxRows || h == 0 || h%16 != 0 || inner == 0 || inner%128 != 0 || experts > maxExperts || topk > maxTop || topk == 0 || topk > experts ||
-		tiles > downTiles || tiles*inner/128 > 2*downWarps || plan.Shared > l.SharedPerBlock {
+		r > 1 && blocks < MaxRows || tiles > downTiles || tiles*inner/128 > downWarps || plan.Shared > l.SharedPerBlock {
 		return plan, p, fmt.Errorf("cuda: no expert plan for %d rows of %d, top %d of %d", r, h, topk, experts)
 	}
 	return plan, p, nil

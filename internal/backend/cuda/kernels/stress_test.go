@@ -76,12 +76,13 @@ func newChain(g *gpu, rng *rand.Rand, r, h, low, experts, topk, inner, layers in
 		ePlan, ep, err := g.set.Limits.ExpertUp(R, H, E, K, I, Tuning{})
 		g.Check(err)
 		ep.X, ep.Logits, ep.Bank, ep.Divisor, ep.Hidden = wide, logits, upB.pack(g, true), g.Upload(upB.divisor), hid
+		ep.SharedW, ep.SharedHidden, ep.SharedLogit, ep.SharedOut = randomMatrix(rng, FormatBF16, h, inner, false).part(g, 0, 0, 0).W, hs, sl, g.Poisoned(4*r*h)
 		add(func(pdl bool) { run(g, ePlan, &ep, pdl) })
 		// without programmatic edges every kernel starts after its predecessor has ended, so reading early is right there too
 		oPlan, op, err := g.set.Limits.ExpertDown(R, H, E, K, I, true)
 		g.Check(err)
 		op.Logits, op.Hidden, op.Bank, op.Divisor = logits, hid, downB.pack(g, false), g.Upload(downB.divisor)
-		op.SharedW, op.SharedHidden, op.SharedLogit, op.Out = randomMatrix(rng, FormatBF16, h, inner, false).part(g, 0, 0, 0).W, hs, sl, y
+		op.SharedW, op.SharedHidden, op.SharedLogit, op.SharedOut, op.Out = ep.SharedW, hs, sl, ep.SharedOut, y
 		add(func(pdl bool) { run(g, oPlan, &op, pdl) })
 	}
 	ch.reset = func() {
