@@ -186,13 +186,16 @@ func (p *pass) project(x multiplicand, ld, rows int, parts []plain.Part, shift p
 func projector(d *Device, rows *int, x multiplicand, k int, parts []plain.Part, pieces int) (kernel plain.ID, grid, shared int) {
 	gpu, e4m3 := d.owner.Device(), plain.Format(parts[0].M.Format) != plain.BF16
 	q := plain.Projection{K: k, N: rowsOf(parts), Dim: x.dim, Pieces: pieces, F32: x.f32}
-	for *rows = min(*rows, plain.ProjectRows); *rows > 0; *rows-- {
-		for _, j := range plain.Projectors {
-			if q.R, q.Blocks = *rows, gpu.SMs/j.Cluster*j.Cluster; j.E4M3 != e4m3 || q.Blocks == 0 {
-				continue
-			}
-			if size, ok := j.Shared(q); ok && size <= gpu.SharedPerBlock {
-				return j.Kernel, q.Blocks, size
+	most := min(*rows, plain.ProjectRows)
+	for blocks := 1; blocks <= 4; blocks++ { // of an SM, one after the other: where shared memory is small each has fewer weight rows
+		for *rows = most; *rows > 0; *rows-- {
+			for _, j := range plain.Projectors {
+				if q.R, q.Blocks = *rows, gpu.SMs/j.Cluster*j.Cluster*blocks; j.E4M3 != e4m3 || q.Blocks == 0 || j.Cluster > 1 && blocks > 1 {
+					continue
+				}
+				if size, ok := j.Shared(q); ok && size <= gpu.SharedPerBlock {
+					return j.Kernel, q.Blocks, size
+				}
 			}
 		}
 	}
