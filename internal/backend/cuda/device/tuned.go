@@ -257,15 +257,20 @@ func (s *step) tunedMix(l *loader, op backend.Mix) func(*pass) error {
 		up               kernels.HcUpParams
 	}
 	var plans [kernels.MaxRows + 1]half
+	most := 0 // rows that a launch takes
 	for r := 1; r <= min(kernels.MaxRows, s.program.Pass.Rows); r++ {
 		q := &plans[r]
 		var err error
 		if q.downPlan, q.down, err = d.tuned.Limits.HcDown(fp8, uint32(r), uint32(h), uint32(low)); err != nil {
-			return nil
+			break
 		}
 		if q.upPlan, q.up, err = d.tuned.Limits.HcUp(fp8, uint32(r), uint32(h), uint32(low)); err != nil {
-			return nil
+			break
 		}
+		most = r
+	}
+	if most == 0 {
+		return nil
 	}
 	inj, _ := tunedMatrix(l.matrix(w.Inject))
 	norm, _ := tunedMatrix(l.matrix(w.Norm))
@@ -279,9 +284,9 @@ func (s *step) tunedMix(l *loader, op backend.Mix) func(*pass) error {
 	s.bufs[op.X.X], s.other[op.X.X] = other, x
 	scale := down.flags & kernels.PartScaleF32 / kernels.PartScaleF32
 	return func(p *pass) error {
-		for r := 0; r < len(p.rows); r += kernels.MaxRows {
+		for r := 0; r < len(p.rows); r += most {
 			at := driver.Ptr(r)
-			q := plans[min(kernels.MaxRows, len(p.rows)-r)]
+			q := plans[min(most, len(p.rows)-r)]
 			q.down.X, q.down.XOut = x+at*driver.Ptr(2*width), xOut+at*driver.Ptr(2*width)
 			if in.Y != 0 {
 				q.down.Y, q.down.Inject = in.Y+at*driver.Ptr(2*h), inject+at*16

@@ -52,6 +52,25 @@ NINFER_DEVICE float dot8(const float* f, const float* v) {
   return a + b;
 }
 
+// The streams after injection, as stored: x + inject * y.
+NINFER_DEVICE uint4 injected(uint4 x, uint4 y, float inject) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    uint32_t& a = (&x.x)[i];
+    const uint32_t c = (&y.x)[i];
+    a = pack_bf16(fmaf(inject, bf16_lo(c), bf16_lo(a)), fmaf(inject, bf16_hi(c), bf16_hi(a)));
+  }
+  return x;
+}
+// v = x (1 + norm); the result is the sum of squares of x.
+NINFER_DEVICE float normalise(uint4 x, uint4 norm, float* v) {
+  float nf[8], square = 0;
+  unpack(x, v), unpack(norm, nf);
+#pragma unroll
+  for (int i = 0; i < 8; i++) square = fmaf(v[i], v[i], square), v[i] = fmaf(v[i], nf[i], v[i]);
+  return square;
+}
+
 // Sums N values over a warp's lanes, each lane keeping one, the value scattered() names.
 template <int N>
 NINFER_DEVICE float scatter_sum(float* v) {
@@ -233,6 +252,168 @@ NINFER_KERNEL(hc_down_rows_e4m3, HcDownParams, kDownThreads, 2) {
     down_rows<true, true, false>(p, stream, group);
 }
 
+// ---- hc_down of more than two rows ----
+
+static constexpr int kTileWarps = 10;
+static constexpr int kTileThreads = 32 * kTileWarps;
+static constexpr uint32_t kPitch = 2560;  // elements from a row in shared memory to the next: a constant, so that addresses cost nothing
+
+// Past L1 (R7); a thread reads only what it copied itself.
+NINFER_DEVICE void copy_activations(uint32_t dst, const bf16* src) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory"); }
+
+// Sums N values over a warp's lanes in scatter_sum's order; a lane keeps those that kept() + 32 i names.
+template <int N, int MASK = 16>
+NINFER_DEVICE void scatter_sums(float* v) {
+  const bool upper = threadIdx.x & MASK;
+#pragma unroll
+  for (int i = 0; 2 * i < N; i++) {
+    const float a = v[2 * i], b = 2 * i + 1 < N ? v[2 * i + 1] : 0.0f;
+    v[i] = (upper ? b : a) + __shfl_xor_sync(~0u, upper ? a : b, MASK);
+  }
+  if constexpr (MASK > 1) scatter_sums<(N + 1) / 2, MASK / 2>(v);
+}
+NINFER_DEVICE uint32_t kept() { return __brev(threadIdx.x) >> 27; }
+
+struct TileShared {
+  float sums[kMaxRows][kDownWarps - 2][12];  // by what a warp of down_rows has of k; its last two have nothing
+  float injects[kMaxRows];
+};
+// What a thread knows of its block.
+struct Tile {
+  uint32_t stream, group;
+  uint32_t writes;                    // bits of the rows whose new streams the block writes
+  uint32_t bar, norm, weights, rows;  // in shared memory; rows: x and y of each row
+};
+
+// N activation rows from r0 on times the block's weight rows; a thread has the k that it has in down_rowss.
+template <bool FP8, bool INJECT, int N>
+NINFER_DEVICE void tile_rows(const HcDownParams& p, const Tile& t, uint32_t r0, TileShared& sh) {
+  constexpr int kRows = INJECT ? 4 : kDownRows, kValues = INJECT ? 5 : kDownRows;  // the fifth: the sum of squares
+  constexpr uint32_t bytes = FP8 && !INJECT ? 1 : 2;                              // of a weight
+  const uint32_t k = threadIdx.x * 8;
+  float acc[N * kValues] = {};
+  if (k < p.h) {
+    const uint4 norm = lds128(t.norm + 2 * k);
+    float v[N][8];
+#pragma unroll
+    for (uint32_t b = 0; b < N; b++) {
+      const uint32_t at = t.rows + (r0 + b) * 4 * kPitch + 2 * k;
+      uint4 x = lds128(at);
+      if (p.y) x = injected(x, lds128(at + 2 * kPitch), sh.injects[r0 + b]);
+      if (!INJECT && t.writes >> (r0 + b) & 1) *(uint4*)(p.x_out + ((uint64_t)(r0 + b) * 4 + t.stream) * p.h + k) = x;
+      const float square = normalise(x, norm, v[b]);
+      if (INJECT) acc[b * kValues + 4] = square;
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; i++) {  // where a weight row is missing nobody reads its sums
+      Eight<FP8 && !INJECT> w;
+      w.read(t.weights + (i * kPitch + k) * bytes);
+      float f[8];
+      unpack(w.w, f);
+#pragma unroll
+      for (int b = 0; b < N; b++) acc[b * kValues + i] = dot8(f, v[b]);
+    }
+  }
+  scatter_sums<N * kValues>(acc);
+#pragma unroll
+  for (int i = 0; 32 * i < N * kValues; i++) {
+    const uint32_t at = kept() + 32 * i, b = at / kValues;
+    if (b < N) sh.sums[r0 + b][threadIdx.x / 32][at % kValues] = acc[i];
+  }
+}
+
+template <bool FP8, bool INJECT>
+NINFER_DEVICE void down_tiles(const HcDownParams& p, uint32_t stream, uint32_t group, TileShared& sh) {
+  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint32_t row0 = INJECT ? 0 : share_start(p.l, p.groups, group);
+  const uint32_t n = INJECT ? (p.inj_w ? 4 : 0) : share_start(p.l, p.groups, group + 1) - row0;
+  constexpr uint32_t bytes = FP8 && !INJECT ? 1 : 2;
+  const uint32_t slice = bytes * p.h;
+  Tile t{stream, group};
+  t.writes = ((group == 0 && p.groups < p.r ? ~0u << p.groups : 0) | (group < p.r ? 1u << group : 0)) & ((1u << p.r) - 1);
+  t.bar = smem_addr(smem), t.norm = t.bar + 128, t.weights = t.norm + 2 * kPitch, t.rows = t.weights + kDownRows * (FP8 ? 1 : 2) * kPitch;
+
+  STAMP_BEGIN(122 + FP8)
+  if (threadIdx.x == 0) {
+    mbar_init(t.bar, 1);
+    mbar_fence_init();
+    mbar_expect(t.bar, n * slice + 2 * p.h);
+  }
+  __syncthreads();
+  if (lane == 0) {
+    if (warp < n)
+      bulk_load(t.weights + warp * bytes * kPitch, (const uint8_t*)(INJECT ? (const void*)p.inj_w : p.down) + ((uint64_t)(row0 + warp) * 4 + stream) * slice, slice,
+                t.bar, policy_evict_first());
+    if (warp == kTileWarps - 1) bulk_load(t.norm, p.norm + (uint64_t)stream * p.h, 2 * p.h, t.bar, policy_evict_first());
+  }
+  float scale = 1.0f;
+  if (FP8 && !INJECT && threadIdx.x % 16 < n) scale = row_scale(p.down_scale, p.scale_f32, row0 + threadIdx.x % 16);
+  if (p.trigger == 0) pdl_trigger();
+  STAMP(1)
+  pdl_wait();
+  if (p.trigger == 2) pdl_trigger();
+  STAMP(2)
+  // One place in L2 answers one warp at a time: what all blocks read, only one of a block's warps may ask for.
+  if (warp == kTileWarps - 1 && lane < p.r) sh.injects[lane] = p.y ? ldg_l2_f32(p.inject + lane * 4 + stream) : 0.0f;
+  const uint32_t k = threadIdx.x * 8;
+  const uint32_t half = p.r > 4 ? (p.r + 1) / 2 : p.r;  // rows at a time
+  for (uint32_t r = 0; r < p.r; r++) {
+    if (k < p.h) {
+      const uint32_t at = t.rows + r * 4 * kPitch + 2 * k;
+      copy_activations(at, p.x + ((uint64_t)r * 4 + stream) * p.h + k);
+      if (p.y) copy_activations(at + 2 * kPitch, p.y + (uint64_t)r * p.h + k);
+    }
+    if (r + 1 == half) copy_commit();
+  }
+  copy_commit();
+  mbar_wait(t.bar, 0);
+  __syncthreads();
+  if (p.trigger == 1) pdl_trigger();
+#pragma unroll 1
+  for (uint32_t r0 = 0; r0 < p.r; r0 += half) {
+    if (r0 == 0)
+      copy_wait<1>();
+    else
+      copy_wait<0>();
+    switch (min(half, p.r - r0)) {
+      case 1: tile_rows<FP8, INJECT, 1>(p, t, r0, sh); break;
+      case 2: tile_rows<FP8, INJECT, 2>(p, t, r0, sh); break;
+      case 3: tile_rows<FP8, INJECT, 3>(p, t, r0, sh); break;
+      default: tile_rows<FP8, INJECT, 4>(p, t, r0, sh); break;
+    }
+  }
+  STAMP(3)
+  __syncthreads();
+  STAMP(4)
+  constexpr uint32_t kValues = INJECT ? 5 : kDownRows;
+  const uint32_t r = threadIdx.x / 16, value = threadIdx.x % 16;
+  if (r < p.r && value < kValues) {
+    float s = 0;
+#pragma unroll
+    for (int i = 0; i < kDownWarps - 2; i++) s += sh.sums[r][i][value];
+    if (value < n) p.partial[((uint64_t)r * 4 + stream) * (p.l + 4) + (INJECT ? p.l : 0) + row0 + value] = s * scale;
+    if (INJECT && value == 4) p.square[r * 4 + stream] = s;
+  }
+  STAMP(5)
+}
+
+NINFER_KERNEL(hc_down_tiles_bf16, HcDownParams, kTileThreads, 2) {
+  __shared__ TileShared sh;
+  const uint32_t stream = blockIdx.x / (p.groups + 1), group = blockIdx.x % (p.groups + 1);
+  if (group < p.groups)
+    down_tiles<false, false>(p, stream, group, sh);
+  else
+    down_tiles<false, true>(p, stream, group, sh);
+}
+NINFER_KERNEL(hc_down_tiles_e4m3, HcDownParams, kTileThreads, 1) {
+  __shared__ TileShared sh;
+  const uint32_t stream = blockIdx.x / (p.groups + 1), group = blockIdx.x % (p.groups + 1);
+  if (group < p.groups)
+    down_tiles<true, false>(p, stream, group, sh);
+  else
+    down_tiles<true, true>(p, stream, group, sh);
+}
+
 // Sixteen weight rows of a tile: four columns times four streams. Two warps a tile, five chunks of the rank each. The operand is no BF16 number but
 // two of them, whose sums are added; E4M3 weights are BF16 numbers times 2^-120, and their operands carry 2^60.
 static constexpr int kUpTiles = 6;
@@ -340,7 +521,7 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
     if (!ONE) mbar_expect(arrived, p.r * p.l * 4);
   }
   __syncthreads();
-  if (!ONE) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  if (!ONE) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   if (warp < 4 && lane == 0) bulk_load(weights + warp * run_pitch, (const uint8_t*)p.up + ((uint64_t)warp * p.h + first) * row_bytes, run, bar, policy_evict_first());
   // In the end thread 96 i + 4 c + s has rows i and i + 4, column c, stream s.
   const uint32_t of = threadIdx.x / (kUpTiles * 16), place = threadIdx.x % (kUpTiles * 16), own = place % 4;

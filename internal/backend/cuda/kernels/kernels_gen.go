@@ -23,6 +23,8 @@ const (
 	HcDownE4m3                 // HcDownParams
 	HcDownRowsBf16             // HcDownParams
 	HcDownRowsE4m3             // HcDownParams
+	HcDownTilesBf16            // HcDownParams
+	HcDownTilesE4m3            // HcDownParams
 	HcUpMixBf16                // HcUpParams
 	HcUpMixE4m3                // HcUpParams
 	HcUpMixRowsBf16            // HcUpParams
@@ -67,6 +69,8 @@ var table = code.Table[ID]{
 		{Name: "hc_down_e4m3", Source: "hyper", Threads: (32 * (12))},
 		{Name: "hc_down_rows_bf16", Source: "hyper", Threads: (32 * (12))},
 		{Name: "hc_down_rows_e4m3", Source: "hyper", Threads: (32 * (12))},
+		{Name: "hc_down_tiles_bf16", Source: "hyper", Threads: (32 * (10))},
+		{Name: "hc_down_tiles_e4m3", Source: "hyper", Threads: (32 * (10))},
 		{Name: "hc_up_mix_bf16", Source: "hyper", Threads: (384)},
 		{Name: "hc_up_mix_e4m3", Source: "hyper", Threads: (384)},
 		{Name: "hc_up_mix_rows_bf16", Source: "hyper", Threads: (384)},

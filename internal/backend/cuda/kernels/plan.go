@@ -235,10 +235,12 @@ func rowsOf(parts []Part) (n uint64) {
 const (
 	maxHidden   = 2560 // H
 	maxRank     = 320
-	downRows    = 10 // rows of a block of hc_down
-	upColumns   = 24 // columns of a block of hc_up_mix
-	upCluster   = 8  // blocks that share the work before the product, with several rows
-	routerUnits = 7  // pairs of rows of a block of the router
+	downRows    = 10   // rows of a block of hc_down
+	downPair    = 2    // activation rows that a block of hc_down unpacks a weight for; of more rows it is four
+	downStatic  = 3968 // bytes of its shared memory that are not in the plan, with more
+	upColumns   = 24   // columns of a block of hc_up_mix
+	upCluster   = 8    // blocks that share the work before the product, with several rows
+	routerUnits = 7    // pairs of rows of a block of the router
 )
 
 // weightPitch is the bytes from a row of the router's weights in shared memory to the next, operandPitch the same for a tensor operand.
@@ -250,7 +252,8 @@ func weightPitch(fp8 bool, k uint32) uint32 {
 }
 func operandPitch(k uint32) uint32 { return 2*k + 64 }
 
-// HcDown plans the first half of a hyper-connection site. The caller fills the addresses.
+// HcDown plans the first half of a hyper-connection site. The caller fills the addresses. Where shared memory is short several rows may
+// be too many for a launch.
 func (l Limits) HcDown(fp8 bool, r, h, low uint32) (Plan, HcDownParams, error) {
 	p := HcDownParams{R: r, H: h, L: low}
 	if r < 1 || r > MaxRows || h == 0 || h%16 != 0 || h > maxHidden || low == 0 || low%16 != 0 || low > maxRank {
@@ -265,8 +268,18 @@ func (l Limits) HcDown(fp8 bool, r, h, low uint32) (Plan, HcDownParams, error) {
 	} else {
 		plan.Kernel, plan.Shared = pick(r, HcDownBf16, HcDownRowsBf16), 128+max(4, rows)*2*h
 	}
+	if r > downPair {
+		// weights and norm, and two values for each of an activation, all at the pitch of the widest rows
+		plan.Kernel, plan.Shared = HcDownTilesBf16, 128+maxHidden*(2+2*downRows+4*r)
+		if fp8 {
+			plan.Kernel, plan.Shared = HcDownTilesE4m3, 128+maxHidden*(2+downRows+4*r)
+		}
+	}
 	if r > 1 { // instructions bound it: where the kernel before ends early on an SM, two blocks must not come to stand there
 		plan.Shared = max(plan.Shared, l.Half()+128)
+	}
+	if plan.Shared+downStatic > l.SharedPerBlock {
+		return plan, p, fmt.Errorf("cuda: no hyper-connection plan for %d rows of %d: %d bytes of shared memory", r, h, l.SharedPerBlock)
 	}
 	return plan, p, nil
 }

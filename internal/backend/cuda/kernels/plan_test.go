@@ -11,9 +11,10 @@ import (
 	"ninfer/internal/backend/cuda/kernels/digest"
 )
 
-// The committed machine code belongs to the sources beside it, and its kernels spill no registers, but for one of expert_down_rows on sm_120a.
+// The committed machine code belongs to the sources beside it, and its kernels spill no registers, but for expert_down_rows and
+// hc_down_tiles_bf16 on sm_120a.
 func TestFresh(t *testing.T) {
-	for _, line := range digest.Stale(".", &table, "expert_down_rows") {
+	for _, line := range digest.Stale(".", &table, "expert_down_rows", "hc_down_tiles_bf16") {
 		t.Error(line)
 	}
 }
@@ -42,7 +43,7 @@ func TestPlans(t *testing.T) {
 				t.Helper()
 				if err != nil {
 					// small shared memory takes fewer rows of long matrices at a time: the caller loops
-					if name == "H200" || r == 1 || !strings.HasPrefix(what, "gdn_out") {
+					if name == "H200" || r == 1 || !strings.HasPrefix(what, "gdn_out") && !strings.HasPrefix(what, "hc_down") {
 						t.Errorf("%s %s R %d: %v", name, what, r, err)
 					}
 					return
