@@ -65,13 +65,14 @@ func TestStale(t *testing.T) {
 		{"manifest.json", strings.Replace(manifest, `"one"`, `"won"`, 1), "one.cu is in the table"},
 		{"manifest.json", "{", "json"},
 		{"resources.txt", strings.Replace(report, " 0\n", " 16\n", 1), "k on sm_90a spills 16 bytes"},
+		{"resources.txt", strings.Replace(report, "4+4", "8+8", 1), "l on sm_90a spills 8+8 bytes"},
 		{"resources.txt", "one k sm_90a 80 0 8 0\n", "l on sm_90a is not in"},
 	} {
 		for name, text := range good {
 			write(name, text)
 		}
 		write(c.name, c.text)
-		got := strings.Join(Stale(dir, &table, "l"), "\n")
+		got := strings.Join(Stale(dir, &table, "l on sm_90a spills 4+4 bytes"), "\n")
 		if c.want == "" && got != "" || !strings.Contains(got, c.want) {
 			t.Errorf("%s %q: %q, want %q", c.name, c.text, got, c.want)
 		}

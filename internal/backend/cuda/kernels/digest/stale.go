@@ -14,9 +14,9 @@ import (
 )
 
 // Stale compares the CUDA sources and machine code in the folder dir with its manifest.json and its resource report, which tools/kernelgen
-// writes, and with the generated table. It returns a line for each thing that has parted and for each kernel that spills registers but those in
-// spilling; none if all is well.
-func Stale[K ~int](dir string, t *code.Table[K], spilling ...string) []string {
+// writes, and with the generated table. It returns a line for each thing that has parted and for each kernel that spills registers but those that
+// known has as "KERNEL on TARGET spills BYTES bytes"; none if all is well.
+func Stale[K ~int](dir string, t *code.Table[K], known ...string) []string {
 	var lines []string
 	say := func(format string, args ...any) { lines = append(lines, fmt.Sprintf(format, args...)) }
 	var m struct {
@@ -74,11 +74,11 @@ func Stale[K ~int](dir string, t *code.Table[K], spilling ...string) []string {
 			say("%s.cu is in the table and not in the manifest", s)
 		}
 	}
-	return append(lines, spills(dir, t, spilling)...)
+	return append(lines, spills(dir, t, known)...)
 }
 
 // spills is Stale's part about the resource report.
-func spills[K ~int](dir string, t *code.Table[K], spilling []string) (lines []string) {
+func spills[K ~int](dir string, t *code.Table[K], known []string) (lines []string) {
 	text, err := os.ReadFile(filepath.Join(dir, "resources.txt"))
 	if err != nil {
 		return []string{err.Error()}
@@ -90,8 +90,8 @@ func spills[K ~int](dir string, t *code.Table[K], spilling []string) (lines []st
 			continue
 		}
 		seen[f[1]+" "+f[2]] = true
-		if f[6] != "0" && !slices.Contains(spilling, f[1]) {
-			lines = append(lines, fmt.Sprintf("%s on %s spills %s bytes", f[1], f[2], f[6]))
+		if said := fmt.Sprintf("%s on %s spills %s bytes", f[1], f[2], f[6]); f[6] != "0" && !slices.Contains(known, said) {
+			lines = append(lines, said)
 		}
 	}
 	for _, k := range t.Kernels {
