@@ -273,11 +273,12 @@ func (t *transfer) fetchRange(ctx context.Context, off, n int64) (int64, error) 
 		return 0, fmt.Errorf("status %d", r.StatusCode)
 	default:
 		var a, b, size int64
-		if _, err := fmt.Sscanf(r.Header.Get("Content-Range"), "bytes %d-%d/%d", &a, &b, &size); err != nil || a != off || b < a || b >= off+n {
-			return 0, transient{fmt.Errorf("asked for bytes %d to %d, the server sent %q", off, off+n-1, r.Header.Get("Content-Range"))}
-		}
-		if size != t.f.Size {
+		_, err := fmt.Sscanf(r.Header.Get("Content-Range"), "bytes %d-%d/%d", &a, &b, &size)
+		if err == nil && size != t.f.Size { // whatever the range: another one may be about to give up on it
 			return 0, fmt.Errorf("%w: %d bytes, listed with %d", errChanged, size, t.f.Size)
+		}
+		if err != nil || a != off || b < a || b >= off+n {
+			return 0, transient{fmt.Errorf("asked for bytes %d to %d, the server sent %q", off, off+n-1, r.Header.Get("Content-Range"))}
 		}
 		n = b - a + 1 // a server may send less than it was asked for
 	}
