@@ -7,12 +7,7 @@ import (
 	"testing"
 
 	"ninfer/internal/backend"
-	sequences "ninfer/internal/backend/cuda/chunk/kernels"
-	"ninfer/internal/backend/cuda/device"
-	plain "ninfer/internal/backend/cuda/device/kernels"
 	"ninfer/internal/backend/cuda/drivertest"
-	products "ninfer/internal/backend/cuda/gemm/kernels"
-	tuned "ninfer/internal/backend/cuda/kernels"
 	"ninfer/internal/model"
 )
 
@@ -52,23 +47,7 @@ func everyLaunch(t *testing.T, l *loaded, card drivertest.Card, small bool) {
 			t.Fatal(err)
 		}
 	}
-	drv, gpu, err := drivertest.New(card, plain.Layout(), tuned.Layout(), products.Layout(), sequences.Layout())
-	must(err)
-	for _, folder := range []string{"device/kernels", "kernels", "gemm/kernels", "chunk/kernels"} {
-		report, err := os.Open("../backend/cuda/" + folder + "/resources.txt")
-		must(err)
-		must(gpu.Compiled(report))
-		report.Close()
-	}
-	m, err := l.bind(model.Options{Drafter: true})
-	must(err)
-	o := device.Options{States: m.States, Lanes: 8, Tokens: 2048, Verify: 6, Carry: 512, Driver: drv, Made: l.made, Library: "none"}
-	if small {
-		o.KV, o.BF16State = backend.CacheFP8, true
-	}
-	d, err := device.Open(o)
-	must(err)
-	defer func() { must(d.Close()) }()
+	_, m, d := opened(t, l, card, small, 2048, 512)
 	r := model.NewRunner(m, d, 512)
 	r.Lanes, r.Round = 8, 6
 	must(r.Prepare())

@@ -72,9 +72,9 @@ func TestSyntheticOfficial(t *testing.T) {
 	}
 }
 
-// launches runs a prompt and some steps on a GPU that computes nothing, but refuses what a card has not the room for: all that the model consists
-// of has its kernel for many rows and its fast one for a step, and a step is replayed as one graph.
-func launches(t *testing.T, l *loaded, card drivertest.Card, small bool) {
+// opened is a device with eight lanes on a GPU that computes nothing, but refuses what a card has not the room for, for so many tokens a lane and
+// carried rows; small takes the small formats of cache and state. It is closed with the test.
+func opened(t *testing.T, l *loaded, card drivertest.Card, small bool, tokens, carry int) (*drivertest.GPU, *model.Model, *device.Device) {
 	t.Helper()
 	must := func(err error) {
 		t.Helper()
@@ -92,13 +92,27 @@ func launches(t *testing.T, l *loaded, card drivertest.Card, small bool) {
 	}
 	m, err := l.bind(model.Options{Drafter: true})
 	must(err)
-	o := device.Options{States: m.States, Lanes: 8, Tokens: 16384, Verify: 6, Carry: 1024, Driver: drv, Made: l.made, Library: "none"}
-	if small { // formats of cache and state
+	o := device.Options{States: m.States, Lanes: 8, Tokens: tokens, Verify: 6, Carry: carry, Driver: drv, Made: l.made, Library: "none"}
+	if small {
 		o.KV, o.BF16State = backend.CacheFP8, true
 	}
 	d, err := device.Open(o)
 	must(err)
-	defer func() { must(d.Close()) }()
+	t.Cleanup(func() { must(d.Close()) })
+	return gpu, m, d
+}
+
+// launches runs a prompt and some steps on a GPU that computes nothing, but refuses what a card has not the room for: all that the model consists
+// of has its kernel for many rows and its fast one for a step, and a step is replayed as one graph.
+func launches(t *testing.T, l *loaded, card drivertest.Card, small bool) {
+	t.Helper()
+	must := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	gpu, m, d := opened(t, l, card, small, 16384, 1024)
 	r := model.NewRunner(m, d, 512)
 	hopper := card == drivertest.H200
 	// Not fast on a GPU with little shared memory: attention's output projection of eight rows of 6,144.
@@ -111,7 +125,7 @@ func launches(t *testing.T, l *loaded, card drivertest.Card, small bool) {
 			}
 		}
 	}
-	_, err = r.Prompt(backend.LaneRows{Tokens: make([]int32, 512)})
+	_, err := r.Prompt(backend.LaneRows{Tokens: make([]int32, 512)})
 	must(err)
 	none("a prompt", "gemv", "hc_down", "hc_up", "expert_gate_up", "expert_up", "delta", "delta_quarters", "attend", "attend_group",
 		"project_bf16_deep", "project_e4m3_deep", "project_bf16_rows", "project_whole", "project_whole_rows")
