@@ -104,9 +104,7 @@ func (s *step) chained() (res backend.Result) {
 	for i := range s.head.lanes {
 		var l backend.LaneResult
 		for _, one := range s.slots[:s.depth+1] {
-			id := make([]int32, 1)
-			copy(bytesIn(id), one.report[4+4*i:])
-			l.Picks = append(l.Picks, id[0])
+			l.Picks = append(l.Picks, pick(one.report, i))
 		}
 		res.Lanes = append(res.Lanes, l)
 	}
@@ -150,11 +148,10 @@ func (p *pass) drafted(depth int) error {
 		}
 	}
 	for i := range chain.pass.lanes {
-		id := make([]int32, 1)
-		copy(bytesIn(id), report[4+4*i:])
-		p.s.drafts[i] = append(p.s.drafts[i], id[0])
+		id := pick(report, i)
+		p.s.drafts[i] = append(p.s.drafts[i], id)
 		if depth+1 < len(p.in[i].Tokens) {
-			p.in[i].Tokens[depth+1] = id[0]
+			p.in[i].Tokens[depth+1] = id
 		}
 	}
 	return nil

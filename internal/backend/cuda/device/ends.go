@@ -357,7 +357,7 @@ func (hd *head) results() backend.Result {
 				at++
 				continue
 			}
-			l.Picks = append(l.Picks, *(*int32)(unsafe.Pointer(&hd.s.report[4+4*at])))
+			l.Picks = append(l.Picks, pick(hd.s.report, at))
 			if w.logits {
 				if hd.kept != nil {
 					l.Logits = append(l.Logits, hd.kept[at])

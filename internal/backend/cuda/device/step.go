@@ -613,6 +613,9 @@ func (s *step) over() bool {
 	return s.seq == 0 || atomic.LoadUint32((*uint32)(unsafe.Pointer(&s.report[0]))) == uint32(s.seq)
 }
 
+// pick is the i-th id of a report, behind the launch's number.
+func pick(report []byte, i int) int32 { return *(*int32)(unsafe.Pointer(&report[4+4*i])) }
+
 // soon looks for a launch's number in a report for as long as a step may take: a thread that sleeps until then, or asks the driver on
 // another thread, is late by tens of microseconds and more. Where processors are few it does not look at all.
 func soon(report []byte, number uint32) bool {
