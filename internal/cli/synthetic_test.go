@@ -2,6 +2,7 @@ package cli
 
 import (
 	"fmt"
+	"math"
 	"os"
 	"slices"
 	"strings"
@@ -159,14 +160,19 @@ func launches(t *testing.T, l *loaded, card drivertest.Card, small bool) {
 		row := backend.LaneRows{Tokens: []int32{1}, Positions: model.Positions(512+i, 1), Want: backend.WantLast}
 		step("a step", graphs, row)
 	}
-	// What a step allocates on the host: its result, and what the GPU's goroutine is asked to do.
+	// What a step allocates on the host: its result, and what the GPU's goroutine is asked to do. The least of some counts, which are the process's:
+	// on a busy machine other goroutines, or a wait that lasted, add to one of them.
 	next := &backend.Control{Lanes: []backend.LaneRows{{Tokens: []int32{1}, Positions: model.Positions(516, 1), Want: backend.WantLast}}}
-	if n := testing.AllocsPerRun(50, func() {
-		gpu.Launched = gpu.Launched[:0]
-		_, err := r.Launch(backend.Verify, next)
-		must(err)
-		must(d.Commit(0, 1))
-	}); n > 5 {
+	n := math.Inf(1)
+	for range 5 {
+		n = min(n, testing.AllocsPerRun(50, func() {
+			gpu.Launched = gpu.Launched[:0]
+			_, err := r.Launch(backend.Verify, next)
+			must(err)
+			must(d.Commit(0, 1))
+		}))
+	}
+	if n > 5 {
 		t.Errorf("a step allocates %v times", n)
 	}
 	var all []backend.LaneRows
