@@ -164,7 +164,7 @@ func (t Decode) Measure(ctx context.Context, m *model.Model, dev *device.Device,
 	row.Roof.FloorMs = row.Roof.Bytes / *readRate * 1e3
 	row.Roof.Ratio = row.Roof.FloorMs * 1e3 / row.Microseconds
 	place(t.Steps + looks)
-	replays := 9
+	replays := 5
 	list, whole, err := dev.Kernels(step, ctl, replays, t.Kernels)
 	row.GPU, row.Kernels = whole, list
 	return row, err

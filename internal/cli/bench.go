@@ -454,13 +454,13 @@ func kernelTable(w io.Writer, pass string, list []device.KernelTime, whole float
 	if list == nil {
 		return
 	}
-	fmt.Fprintf(w, "\n%s\tlaunches\tus together\tus each\n", pass)
-	sum := 0.0
+	fmt.Fprintf(w, "\n%s\tlaunches\tus each\tus together\tstep less without\n", pass)
+	sum, less := 0.0, 0.0
 	for _, k := range list {
-		fmt.Fprintf(w, "%s\t%d\t%.1f\t%.2f\n", k.Name, k.Launches, k.Microseconds, k.Microseconds/float64(k.Launches))
-		sum += k.Microseconds
+		fmt.Fprintf(w, "%s\t%d\t%.2f\t%.1f\t%.1f\n", k.Name, k.Launches, k.Microseconds/float64(k.Launches), k.Microseconds, k.Without)
+		sum, less = sum+k.Microseconds, less+k.Without
 	}
-	fmt.Fprintf(w, "sum\t\t%.1f\t of %.1f\n", sum, whole)
+	fmt.Fprintf(w, "sum\t\t\t%.1f\t%.1f\nwhole\t\t\t%.1f\n", sum, less, whole)
 }
 
 func (r benchReport) table(w io.Writer) error {

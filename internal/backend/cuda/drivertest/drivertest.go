@@ -63,7 +63,12 @@ type GPU struct {
 	host    [][]byte
 	sizes   map[uintptr][]byte
 	numbers map[driver.Ptr]uint32 // of launches, by control block
+	clock   float64               // microseconds: kernels take Takes each
+	events  []float64             // when they were recorded, by handle less 1
 }
+
+// Takes is how many microseconds a kernel takes by the card's events.
+func Takes(kernel string) float64 { return 1 + float64(len(kernel)%7) }
 
 type launch struct {
 	kernel string
@@ -226,9 +231,14 @@ func (g *GPU) Call(fn uintptr, a []uintptr) uintptr {
 		*at[uint64](a, 0) = g.card.Memory
 	case "cuMemGetInfo_v2":
 		*at[uint64](a, 0), *at[uint64](a, 1) = g.card.Memory-g.used, g.card.Memory
-	case "cuEventElapsedTime":
-		*at[float32](a, 0) = 1
-	case "cuLibraryLoadData", "cuStreamCreate", "cuEventCreate", "cuDevicePrimaryCtxRetain":
+	case "cuEventCreate":
+		g.events = append(g.events, 0)
+		*at[uintptr](a, 0) = uintptr(len(g.events))
+	case "cuEventRecord":
+		g.events[a[0]-1] = g.clock
+	case "cuEventElapsedTime": // milliseconds
+		*at[float32](a, 0) = float32((g.events[a[2]-1] - g.events[a[1]-1]) / 1000)
+	case "cuLibraryLoadData", "cuStreamCreate", "cuDevicePrimaryCtxRetain":
 		*at[uintptr](a, 0) = 1
 	}
 	return uintptr(driver.Success)
@@ -236,6 +246,7 @@ func (g *GPU) Call(fn uintptr, a []uintptr) uintptr {
 
 func (g *GPU) run(l launch) {
 	g.Launched = append(g.Launched, l.kernel)
+	g.clock += Takes(l.kernel)
 	if l.params == nil {
 		return
 	}
