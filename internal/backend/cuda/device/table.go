@@ -2,7 +2,7 @@ package device
 
 import (
 	"errors"
-	"sync"
+	"runtime"
 	"sync/atomic"
 	"time"
 	"unsafe"
@@ -127,57 +127,59 @@ func (t *table) ready(number uint32) {
 // slow is how long a row takes at least that is not in the page cache.
 const slow = 20 * time.Microsecond
 
-// rows copies rows of a table. Those of one token are copied here as long as all are in memory; many, and what follows a row that was not, in
-// parallel.
+// rows copies rows of a table: those of one token here, as long as all are in memory. With more, and with what follows a row that was not, others help:
+// they take tens of microseconds to wake, so that this goroutine begins, and does not wait for who comes too late.
 func (d *Device) rows(t *backend.Table, ids []int64, dst []byte) error {
-	const together = 16
-	one := func(i int) error {
+	const few = 16
+	d.gathered.Add(uint64(len(ids)))
+	one := func(i int) (missed bool, err error) {
 		start := time.Now()
-		err := t.Source.Rows(ids[i:i+1], dst[i*t.RowBytes:(i+1)*t.RowBytes])
-		if time.Since(start) >= slow {
+		err = t.Source.Rows(ids[i:i+1], dst[i*t.RowBytes:(i+1)*t.RowBytes])
+		if missed = time.Since(start) >= slow; missed {
 			d.missed.Add(1)
 		}
-		return err
+		return missed, err
 	}
-	d.gathered.Add(uint64(len(ids)))
 	first := 0
-	if len(ids) <= together {
-		for ; first < len(ids); first++ {
-			missed := d.missed.Load()
-			if err := one(first); err != nil {
+	if len(ids) <= few {
+		for missed := false; first < len(ids) && !missed; first++ {
+			var err error
+			if missed, err = one(first); err != nil {
 				return err
-			}
-			if d.missed.Load() > missed {
-				first++
-				break
 			}
 		}
 	}
-	if first == len(ids) {
+	rest := int64(len(ids) - first)
+	if rest == 0 {
 		return nil
 	}
-	each := together
-	if len(ids) <= together {
-		each = 1 // they wait for a disk
-	}
-	var wg sync.WaitGroup
-	var mu sync.Mutex
-	var failed error
-	for ; first < len(ids); first += each {
-		from, to := first, min(first+each, len(ids))
-		wg.Go(func() {
-			for i := from; i < to; i++ {
-				if err := one(i); err != nil {
-					mu.Lock()
-					failed = err
-					mu.Unlock()
-					return
-				}
+	var next, done atomic.Int64
+	var failed atomic.Pointer[error]
+	over := make(chan struct{})
+	help := func() {
+		for i := next.Add(1); i <= rest; i = next.Add(1) {
+			if _, err := one(first + int(i) - 1); err != nil {
+				failed.Store(&err)
 			}
-		})
+			if done.Add(1) == rest {
+				close(over)
+			}
+		}
 	}
-	wg.Wait()
-	return failed
+	for range min(int(rest)-1, runtime.GOMAXPROCS(0)-1) {
+		go help()
+	}
+	help()
+	for range 1 << 14 { // others are at their last row, and to be woken takes longer
+		if done.Load() == rest {
+			break
+		}
+	}
+	<-over
+	if err := failed.Load(); err != nil {
+		return *err
+	}
+	return nil
 }
 
 // Gathered tells how many rows of n-gram tables launches have asked for, and how many of them seem not to have been in memory.
