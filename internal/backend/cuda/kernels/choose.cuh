@@ -169,11 +169,6 @@ NINFER_DEVICE void choose(const float* logits, uint2 key, uint32_t experts, uint
   named_sync(2, n);
 }
 
-// The same, out of the way of the registers.
-__device__ __noinline__ void choose_apart(const float* logits, uint32_t experts, uint32_t topk, Choice& s, uint16_t* id, uint32_t n, uint32_t* scratch) {
-  choose(logits, load_keys(logits, experts), experts, topk, s, id, n, scratch);
-}
-
 // Soft-max weight of the chosen expert of this lane's rank, from its key.
 NINFER_DEVICE float weight_of(const uint32_t* key, uint32_t topk) {
   const uint32_t lane = threadIdx.x % 32;

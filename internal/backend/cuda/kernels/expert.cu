@@ -19,7 +19,7 @@
 //
 // Plan of a block for one row: expert_gate_up owns a run of (expert, tile) items; eight warps choose the experts, one fetches tiles, a few ahead,
 // by bulk copies; ten warps have two pairs (128 k) each in every tile, their activations in registers; sums meet once at the end.
-// expert_down owns two or three tiles of eight rows over all experts: one bulk copy an expert, all on their way before the
+// expert_down of one row owns two or three tiles of eight rows over all experts: one bulk copy an expert, all on their way before the
 // dependency wait where the kernel before it triggered after its own (R3). Rows g and g + 8 of its tensor instruction are two
 // (tile, pair) units of one expert, told apart by columns 2 t and 2 t + 1. Fixed order of sums, no atomics on floats.
 #include "choose.cuh"
@@ -306,7 +306,7 @@ NINFER_KERNEL(expert_gate_up_rows, ExpertUpParams, kUpRowsThreads, 2) {
         tile = 0;
         if (++d == p.topk && n + 1 < items) {
           d = 0, of = 1;
-          named_sync(3, 32 * kUpWarps + 32);  // the second row's experts are known
+          named_sync(3, 64);  // the second row's experts are known
         }
       }
       if (++slot == p.slots) slot = 0, parity ^= 1;
@@ -317,7 +317,13 @@ NINFER_KERNEL(expert_gate_up_rows, ExpertUpParams, kUpRowsThreads, 2) {
   }
   uint32_t left = items;
   UpWindow w = {row0, q0, min(min(left, kUpWindow), of_row - q0)};
-  if (warp > kUpWarps) {  // all windows but the last
+  if (warp > kUpWarps) {  // all windows but the last; the second row's experts, while the first row's tiles come
+    if (both) {
+      top_of_row(p.logits + (row0 + 1) * p.experts, p.experts, p.topk, choice.id[1], choice.key, (uint32_t*)choice.list);
+      if (lane < p.topk) choice.factor[1][lane] = __fdividef(E2M1_UNDO, __ldg(p.divisor + choice.id[1][lane]));
+      __syncwarp();
+      named_arrive(3, 64);
+    }
 #pragma unroll 1
     for (uint32_t turn = 0; w.n < left; turn++) {
       mbar_wait(summed + 8 * (turn & 1), turn >> 1 & 1);
@@ -331,13 +337,11 @@ NINFER_KERNEL(expert_gate_up_rows, ExpertUpParams, kUpRowsThreads, 2) {
     }
     return;
   }
-  if (both) choose_apart(p.logits + (row0 + 1) * p.experts, p.experts, p.topk, choice, choice.id[1], 32 * kUpWarps, (uint32_t*)sums);
-  if (both) named_arrive(3, 32 * kUpWarps + 32);
   ask(row0);
   // The shared expert's second half: eight rows of activations are the columns of the tensor instruction.
   float* part = sums + kUpSums / 4;  // [warp][row of activations][24]
-  const bool scales = warp < 2 && lane < p.topk && (warp == 0 || both);
-  const float divisor = scales ? __ldg(p.divisor + choice.id[warp & 1][lane]) : 1.0f;
+  const bool scales = warp == 0 && lane < p.topk;
+  const float divisor = scales ? __ldg(p.divisor + choice.id[0][lane]) : 1.0f;
   {
     float acc[2][4] = {};
     mbar_wait(shared_bar, 0);
@@ -357,7 +361,7 @@ NINFER_KERNEL(expert_gate_up_rows, ExpertUpParams, kUpRowsThreads, 2) {
         float* to = part + (warp * p.r + 2 * t + i) * 24 + g;
         to[0] = acc[0][i], to[8] = acc[0][2 + i], to[16] = acc[1][i];
       }
-    if (scales) choice.factor[warp][lane] = __fdividef(E2M1_UNDO, divisor);
+    if (scales) choice.factor[0][lane] = __fdividef(E2M1_UNDO, divisor);
   }
   named_sync(1, 32 * kUpWarps);
   if (warp < used && lane == 0)
@@ -554,75 +558,73 @@ NINFER_KERNEL(expert_down, ExpertDownParams, kDownThreads, 2) {
   STAMP(9)
 }
 
-// Several rows: the tiles of all rows are one list, row after row, of which every block has a run, worked on in windows of up to three tiles of a
-// row; an expert's weights for the next window come as soon as this one's have been read. The sums are those of expert_down.
-static constexpr uint32_t kDownSums = 2 * kDownWarps * 8;  // at most so many units
+// Several rows: each row has blocks of its own, each of them a run of the row's tiles, worked on in windows of at most p.window tiles. A window's
+// weights of an expert have a slot. Every other expert is one group's of eight warps, one of which asks for the slot's next weights when all have
+// read; a window's sums are added up when the next one's have been made, so that nothing stops the block as a whole. The sums are those of expert_down.
+static constexpr uint32_t kDownGroup = kDownWarps / 2;     // warps
+static constexpr uint32_t kDownSums = 4 * kDownWarps * 8;  // of a window: at most four units a warp
+static constexpr uint32_t kDownMost = 8;                   // tiles of a window
+static constexpr uint32_t kDownSlots = 6;                  // an even number, so that a slot is always the same group's
+static constexpr uint32_t kDownZero = 160;                 // bytes of zeros
+static_assert(8 * 512 <= 2 * kDownSums * 4);  // eight rows' scratch
+static constexpr uint32_t kDownRowsFixed = 128 + sizeof(Choice) + 2 * kDownSums * 4 + 4 * kDownMost * 8 * 4 + kDownZero + 64;
 
-// What a block has at a time: its place in the run, which of the run's rows, first tile and number of them; 0 ends the run.
-struct Window {
-  uint32_t at, of, tile, n;
-};
-
-static constexpr uint32_t kDownRowsFixed = 8 * 2 * kMaxTop + sizeof(Choice) + 2 * kDownSums * 4 + 2 * kDownTiles * 8 * 4 + 4 * sizeof(Window) + 64 + 8 * 512;
-
-// Arrivals of n threads.
-NINFER_DEVICE void mbar_arrive(uint32_t bar, uint32_t n) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(n) : "memory"); }
+// Keeps a value in a register, instead of what it is computed from.
+NINFER_DEVICE void hold(uint32_t& v) { asm volatile("" : "+r"(v)); }
 
 NINFER_KERNEL(expert_down_rows, ExpertDownParams, kDownThreads, 2) {
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const uint32_t pairs = p.inner / 128, tile_bytes = pairs * kHalfBytes, tiles = p.h / 8;
-  const uint32_t item0 = share_start(p.r * tiles, gridDim.x, blockIdx.x), items = share_start(p.r * tiles, gridDim.x, blockIdx.x + 1) - item0;
-  const uint32_t row0 = min(item0 / tiles, p.r - 1);
-  const bool two = item0 - row0 * tiles + items > tiles;  // a run reaches into one more row at most
-  const uint32_t bars = smem_addr(smem), empty = bars + 8 * kMaxTop;
-  Choice& choice = *(Choice*)(smem + 16 * kMaxTop);
-  float* sums = (float*)(smem + 16 * kMaxTop + sizeof(Choice));  // two windows' sums
-  float* shared = sums + 2 * kDownSums;                         // [2][tile][8]
-  Window* windows = (Window*)(shared + 2 * kDownTiles * 8);     // four in turn
-  const uint32_t hs = bars + kDownRowsFixed, routed_at = (hs + p.topk * p.inner * 2 + 127) & ~127u, slot_bytes = p.window * tile_bytes;
+  const uint32_t bars = smem_addr(smem), empty = bars + 8 * kDownSlots, summed = empty + 8 * kDownSlots, run = bars + 112;
+  Choice& choice = *(Choice*)(smem + 128);
+  float* sums = (float*)(&choice + 1);            // [2][every other expert's][pair][tile][8]
+  float* shared = sums + 2 * kDownSums;           // [4][tile][8]
+  const uint32_t zeros = smem_addr(shared + 4 * kDownMost * 8), hs = bars + kDownRowsFixed;
+  const uint32_t routed_at = (hs + p.topk * p.inner * 2 + 127) & ~127u, slot_bytes = p.window * tile_bytes;
 
   STAMP_BEGIN(240)
-  if (threadIdx.x < kMaxTop) {
+  if (threadIdx.x < kDownSlots) {
     mbar_init(bars + 8 * threadIdx.x, 1);
-    mbar_init(empty + 8 * threadIdx.x, 2 * kDownWarps);  // the warps that read an expert's slot, and what is missing to so many
+    mbar_init(empty + 8 * threadIdx.x, kDownGroup);
+    if (threadIdx.x < 2) mbar_init(summed + 8 * threadIdx.x, kDownWarps);
     mbar_fence_init();
   }
-  // the window at a place of the run
-  auto window = [&](uint32_t at) {
-    const uint32_t i = item0 - row0 * tiles + at, of = i >= tiles, tile = i - of * tiles;
-    return Window{at, of, tile, min(min(items - at, p.window), tiles - tile)};
-  };
-  if (threadIdx.x == 0) {
-    windows[0] = window(0);
-    windows[1] = window(windows[0].n);
+  if (threadIdx.x == 0) {  // the block's first tile, number of tiles and of windows, row: in shared memory, since registers are few
+    const uint32_t of_row = gridDim.x / p.r, row = blockIdx.x / of_row, block = blockIdx.x - row * of_row;
+    const uint32_t tile0 = share_start(tiles, of_row, block), n = share_start(tiles, of_row, block + 1) - tile0;
+    sts128(run, make_uint4(tile0, n, ceil_div(n, p.window), row));
   }
+  if (threadIdx.x < kDownZero / 4) *(float*)(smem + (zeros - bars) + 4 * threadIdx.x) = 0;
   __syncthreads();
   if (!p.early) pdl_wait();
   STAMP(1)
-  choose(p.logits + row0 * p.experts, load_keys(p.logits + row0 * p.experts, p.experts), p.experts, p.topk, choice, choice.id[0], kDownThreads, (uint32_t*)sums);
+  auto row = [&]() { return lds32(run + 12); };
+  choose(p.logits + row() * p.experts, load_keys(p.logits + row() * p.experts, p.experts), p.experts, p.topk, choice, choice.id[0], kDownThreads, (uint32_t*)sums);
   STAMP(2)
-  auto fetch = [&](uint32_t d, const Window* at) {
-    const Window w = *at;
-    mbar_expect(bars + 8 * d, w.n * tile_bytes);
-    bulk_load(routed_at + d * slot_bytes, (const uint8_t*)p.bank + ((uint64_t)choice.id[w.of][d] * tiles + w.tile) * tile_bytes, w.n * tile_bytes, bars + 8 * d,
+  // a window's first tile in the bank, and number of them
+  auto window = [&](uint32_t w) {
+    const uint4 v = lds128(run);
+    const uint32_t first = share_start(v.y, v.z, w);
+    return make_uint2(v.x + first, share_start(v.y, v.z, w + 1) - first);
+  };
+  // the q-th slot's worth of weights, window after window, expert after expert
+  auto fetch = [&](uint32_t q) {
+    const uint32_t w = q / p.topk, d = q - w * p.topk, slot = q % kDownSlots;
+    if (w >= lds32(run + 8)) return;
+    const uint2 at = window(w);
+    const uint32_t bytes = at.y * tile_bytes;
+    mbar_expect(bars + 8 * slot, bytes);
+    bulk_load(routed_at + slot * slot_bytes, (const uint8_t*)p.bank + ((uint64_t)choice.id[0][d] * tiles + at.x) * tile_bytes, bytes, bars + 8 * slot,
               policy_evict_first());
   };
-  if (items && warp < min(p.early, p.topk) && lane == 0) fetch(warp, windows);
+  if (lane == 0 && warp < min(p.early, kDownSlots)) fetch(warp);
   if (warp == kDownWarps - 1) {
     const float weight = weight_of(choice.key, p.topk);
     if (lane < p.topk) choice.factor[0][lane] = weight * (E2M1_UNDO / __ldg(p.divisor + choice.id[0][lane]));
   }
-  if (two) {
-    __syncthreads();  // keys have been read
-    choose_apart(p.logits + (row0 + 1) * p.experts, p.experts, p.topk, choice, choice.id[1], kDownThreads, (uint32_t*)sums);
-    if (warp == kDownWarps - 1) {
-      const float weight = weight_of(choice.key, p.topk);
-      if (lane < p.topk) choice.factor[1][lane] = weight * (E2M1_UNDO / __ldg(p.divisor + choice.id[1][lane]));
-    }
-  }
   if (p.distinct && blockIdx.x == gridDim.x - 1) {  // nobody has fewer tiles
-    uint32_t* seen = (uint32_t*)(windows + 4);
-    uint8_t* room = (uint8_t*)(seen + kMaxExperts / 32) + warp * 512;
+    uint32_t* seen = (uint32_t*)(smem + (zeros - bars) + kDownZero);
+    uint8_t* room = (uint8_t*)sums + warp * 512;
     if (threadIdx.x < kMaxExperts / 32) seen[threadIdx.x] = 0;
     __syncthreads();
     if (warp < p.r) {
@@ -630,18 +632,18 @@ NINFER_KERNEL(expert_down_rows, ExpertDownParams, kDownThreads, 2) {
       if (lane < p.topk) atomicOr(seen + ((uint16_t*)room)[lane] / 32, 1u << ((uint16_t*)room)[lane] % 32);
     }
     __syncthreads();
-    const uint32_t n = __reduce_add_sync(~0u, lane < kMaxExperts / 32 ? __popc(seen[lane]) : 0);
-    if (threadIdx.x == 0) choice.distinct = n;
+    const uint32_t sum = __reduce_add_sync(~0u, lane < kMaxExperts / 32 ? __popc(seen[lane]) : 0);
+    if (threadIdx.x == 0) choice.distinct = sum;
   }
   STAMP(3)
   if (p.early) pdl_wait();
   STAMP(4)
   // Weights that were asked for earlier would have come instead of the last tiles of gate/up, which everything waits for.
-  if (items && lane == 0 && warp >= p.early && warp < p.topk) fetch(warp, windows);
+  if (lane == 0 && warp >= p.early && warp < kDownSlots) fetch(warp);
   if (p.distinct && blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) *p.distinct = choice.distinct;
-  const uint32_t all = p.topk * p.inner / 8;
-  auto stage = [&](uint32_t of_row) {
-    const bf16* hidden = p.hidden + (uint64_t)of_row * p.topk * p.inner;
+  {
+    const uint32_t all = p.topk * p.inner / 8;
+    const bf16* hidden = p.hidden + (uint64_t)row() * p.topk * p.inner;
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < all; i += 2 * kDownThreads) {
       const uint32_t j = i + kDownThreads;
@@ -650,90 +652,100 @@ NINFER_KERNEL(expert_down_rows, ExpertDownParams, kDownThreads, 2) {
       sts128(hs + i * 16, operand(a));
       if (j < all) sts128(hs + j * 16, operand(b));
     }
-    __syncthreads();
-  };
-  if (items) stage(row0);
+  }
+  __syncthreads();
   pdl_trigger();
   STAMP(5)
-  const uint4 zero = make_uint4(0, 0, 0, 0);
-  uint32_t turn = 0;
-#pragma unroll 1
-  for (bool more = items; more; turn++) {
-    const uint32_t nt = windows[turn & 3].n;
-    more = windows[turn + 1 & 3].n;
-    if (threadIdx.x < 2 * nt) {
-      const Window w = windows[turn & 3];
-      if (threadIdx.x == 0) windows[turn + 2 & 3] = window(windows[turn + 1 & 3].at + windows[turn + 1 & 3].n);
-      copy16(smem_addr(shared + (turn & 1) * kDownTiles * 8 + threadIdx.x * 4),
-             p.shared_out + (uint64_t)(row0 + w.of) * p.h + w.tile * 8 + threadIdx.x * 4, policy_evict_first());
-    }
-    copy_commit();
-    // An expert's units are the pairs of its tiles, in order; the second half of them goes to rows g + 8. A warp has the same two units of
-    // every other expert, so that a unit's sum is the same whatever tiles are beside it.
-    const uint32_t units = nt * pairs, both = ceil_div(units, 2);
-    float* now = sums + (turn & 1) * kDownSums;  // [every other expert's][pair][tile][8]
-    if (warp < 2 * both) {
-      uint32_t d = warp >= both;
-      const uint32_t a = warp - d * both, b = a + both;
-      const bool second = b < units, live = g == 2 * t || (g == 2 * t + 1 && second);
-      const uint32_t ta = a / pairs, tb = b / pairs;
-      float suma = 0, sumb = 0;
-      {
-        uint32_t from = routed_at + d * slot_bytes + a * kHalfBytes + lane * 16,
-                 xp = hs + (d * p.inner + (g == 2 * t ? a - ta * pairs : b - tb * pairs) * 128 + t * 16) * 2;
-        const uint32_t other = second ? both * kHalfBytes : 0, from_step = 2 * slot_bytes, xp_step = 4 * p.inner;
-        const float* factor = choice.factor[windows[turn & 3].of];
-#pragma unroll 1
-        for (; d < p.topk; d += 2) {
-          mbar_wait(bars + 8 * d, turn & 1);
-          const uint4 u = lds128(from), v = lds128(from + other);
-          const uint32_t su = lds16(from + 512 - 14 * lane), sv = lds16(from + other + 512 - 14 * lane);
-          if (more) {  // the next window's weights into the same place
-            __syncwarp();
-            if (lane == 0) {
-              const bool asks = warp == 0 || warp == both;
-              mbar_arrive(empty + 8 * d, asks ? 2 * kDownWarps + 1 - both : 1);
-              if (asks) {
-                mbar_wait(empty + 8 * d, turn & 1);
-                fetch(d, windows + (turn + 1 & 3));
-              }
-            }
-          }
-          uint4 x0 = zero, x1 = zero;
-          if (live) x0 = lds128(xp), x1 = lds128(xp + 16);
-          float acc[4], va, vb;
-          multiply_plain(acc, make_uint2(u.x, u.y), make_uint2(v.x, v.y), x0, x1);
-          const float2 fa = e4m3x2_f32(su), fb = e4m3x2_f32(sv);
-          va = fa.x * acc[0], vb = fb.x * acc[3];
-          if (live) x0 = lds128(xp + 128), x1 = lds128(xp + 144);
-          multiply_plain(acc, make_uint2(u.z, u.w), make_uint2(v.z, v.w), x0, x1);
-          va = fmaf(fa.y, acc[0], va), vb = fmaf(fb.y, acc[3], vb);  // zero where there is no second unit, whose activations are
-          const float f = factor[d];
-          suma = fmaf(f, va, suma), sumb = fmaf(f, vb, sumb);
-          from += from_step, xp += xp_step;
-        }
-      }
-      suma = quad_sum(suma), sumb = quad_sum(sumb);
-      // computed anew: no registers for it in the loop
-      const uint32_t n = lds32(smem_addr(&windows[turn & 3].n)), u = n * pairs, half = ceil_div(u, 2), odd = warp >= half, c = warp - odd * half;
-      float* to = now + odd * u * 8 + g;
-      if (t == 0) to[(c % pairs * n + c / pairs) * 8] = suma;
-      if (t == 0 && c + half < u) to[((c + half) % pairs * n + (c + half) / pairs) * 8] = sumb;
-    }
-    copy_wait<0>();
-    __syncthreads();
+  auto add = [&](uint32_t w) {
+    const uint2 at = window(w);
+    const uint32_t nt = at.y;
+    mbar_wait(summed + 8 * (w & 1), w >> 1 & 1);
     if (threadIdx.x < nt * 64) {  // eight lanes an output
+      const float* now = sums + (w & 1) * kDownSums;
       float v = 0;
 #pragma unroll 1
       for (uint32_t i = lane % 8; i < 2 * pairs; i += 8) v += now[i * nt * 8 + threadIdx.x / 8];
       v = quad_sum(v);
       v += __shfl_xor_sync(~0u, v, 4);
-      const Window w = windows[turn & 3];
       if (lane % 8 == 0)
-        p.out[(uint64_t)(row0 + w.of) * p.h + w.tile * 8 + threadIdx.x / 8] = __float2bfloat16_rn(v + shared[(turn & 1) * kDownTiles * 8 + threadIdx.x / 8]);
+        p.out[(uint64_t)row() * p.h + at.x * 8 + threadIdx.x / 8] = __float2bfloat16_rn(v + shared[(w & 3) * kDownMost * 8 + threadIdx.x / 8]);
     }
-    if (more && windows[turn + 1 & 3].of > windows[turn & 3].of) stage(row0 + 1);
+  };
+  // A group's pieces, two units (128 k of a tile) each, go to its warps in turn; the warps that have two of them are on other schedulers in the other.
+  const uint32_t group = warp / kDownGroup, own = group ? (warp + 6) % kDownGroup : warp;
+  const bool live = g / 2 == t;  // lanes whose columns are nobody's read zeros
+#pragma unroll 1
+  for (uint32_t w = 0; w < lds32(run + 8); w++) {
+    const uint2 place = window(w);
+    const uint32_t nt = place.y, units = nt * pairs, pieces = ceil_div(units, 2);
+    if (threadIdx.x < 2 * nt)
+      copy16(smem_addr(shared + (w & 3) * kDownMost * 8 + threadIdx.x * 4), p.shared_out + (uint64_t)row() * p.h + place.x * 8 + threadIdx.x * 4,
+             policy_evict_first());
+    copy_commit();
+    float sum[4] = {0, 0, 0, 0};
+    {
+      const uint32_t odd = (group ^ (w & p.topk)) & 1, a = 2 * own, b = a + 2 * kDownGroup;
+      uint32_t other_a = a + 1 < units ? kHalfBytes : 0, other_b = b + 1 < units ? kHalfBytes : 0;
+      auto operand_of = [&](uint32_t unit) { return live ? hs + (odd * p.inner + (unit + (g & 1)) % pairs * 128 + t * 16) * 2 : zeros; };
+      uint32_t xa = operand_of(a), xb = operand_of(b), step = live ? 4 * p.inner : 0;
+      const uint32_t q = w * p.topk + odd, slot = q % kDownSlots;
+      uint32_t bar = bars + 8 * slot, phase = q / kDownSlots & 1, factor = smem_addr(choice.factor[0] + odd), back = 512 - 14 * lane;
+      uint32_t at = routed_at + slot * slot_bytes + a * kHalfBytes + 16 * lane, mine = (own < pieces) + (own + kDownGroup < pieces);
+      hold(at), hold(back), hold(other_a), hold(other_b), hold(xa), hold(xb), hold(step), hold(mine), hold(factor);
+      const uint32_t end = smem_addr(choice.factor[0] + p.topk);
+#pragma unroll 1
+      for (; factor < end; factor += 8) {
+        mbar_wait(bar, phase);
+        auto release = [&]() {
+          __syncwarp();
+          if (lane == 0) mbar_arrive(bar + 8 * kDownSlots);
+        };
+        auto piece = [&](uint32_t from, uint32_t other, uint32_t x, bool last, float& suma, float& sumb) {
+          const uint4 u = lds128(from), v = lds128(from + other);
+          from += back;
+          const uint32_t su = lds16(from), sv = lds16(from + other);
+          if (last) release();
+          uint4 x0 = lds128(x), x1 = lds128(x + 16);
+          float acc[4], va, vb;
+          multiply_plain(acc, make_uint2(u.x, u.y), make_uint2(v.x, v.y), x0, x1);
+          const float2 fa = e4m3x2_f32(su), fb = e4m3x2_f32(sv);
+          va = fa.x * acc[0], vb = fb.x * acc[3];
+          x0 = lds128(x + 128), x1 = lds128(x + 144);
+          multiply_plain(acc, make_uint2(u.z, u.w), make_uint2(v.z, v.w), x0, x1);
+          va = fmaf(fa.y, acc[0], va), vb = fmaf(fb.y, acc[3], vb);
+          const float f = __uint_as_float(lds32(factor));
+          suma = fmaf(f, va, suma), sumb = fmaf(f, vb, sumb);
+        };
+        if (mine) piece(at, other_a, xa, mine == 1, sum[0], sum[1]);
+        else release();
+        if (mine > 1) piece(at + 2 * kDownGroup * kHalfBytes, other_b, xb, true, sum[2], sum[3]);
+        if (own == kDownGroup - 1 && lane == 0) {  // the warp with the fewest pieces
+          const uint32_t next = w * p.topk + (factor - smem_addr(choice.factor[0])) / 4 + kDownSlots;
+          if (next < lds32(run + 8) * p.topk) {
+            mbar_wait(bar + 8 * kDownSlots, phase);
+            fetch(next);
+          }
+        }
+        xa += step, xb += step, at += 2 * slot_bytes, bar += 16;
+        if (bar >= bars + 8 * kDownSlots) bar -= 8 * kDownSlots, at -= kDownSlots * slot_bytes, phase ^= 1;
+      }
+    }
+    if (w) add(w - 1);
+    {  // computed anew: no registers for it in the loop
+      const uint32_t n1 = window(w).y, all = n1 * pairs, unit = 2 * own;
+      float* to = sums + (w & 1) * kDownSums + ((group ^ (w & p.topk)) & 1) * all * 8 + g;
+#pragma unroll
+      for (uint32_t i = 0; i < 4; i++) {
+        const uint32_t u = unit + i / 2 * 2 * kDownGroup + i % 2;
+        const float v = quad_sum(sum[i]);
+        if (t == 0 && u < all) to[(u % pairs * n1 + u / pairs) * 8] = v;
+      }
+    }
+    copy_wait<0>();
+    __syncwarp();
+    if (lane == 0) mbar_arrive(summed + 8 * (w & 1));
   }
+  add(lds32(run + 8) - 1);
   STAMP(6)
 }
 

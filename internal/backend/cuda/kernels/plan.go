@@ -353,8 +353,11 @@ const (
 	upRowsFixed   = 688 + choice + 2*4*upWarps*256 + 128
 	upRowsSlots   = 4
 	upRowsShared  = 24 // rows of the shared expert's second half a block has at most
-	downRowsFixed = 256 + choice + 2*2*downWarps*8*4 + 2*downTiles*8*4 + 4*16 + 64 + MaxRows*512 + 128
-	downRowsEarly = 4 // experts whose weights are asked for before the wait: more would come instead of gate/up's last tiles
+	upRowsLeft    = 10 // tiles of a block that are still to be asked for when expert_down may start, whose weights are to come behind them
+	downRowsTiles = 5  // of a window
+	downRowsMost  = 8  // tiles of a window that there is room for
+	downRowsSlots = 6  // experts' windows on their way, asked for before the wait
+	downRowsFixed = 128 + choice + 2*4*downWarps*8*4 + 4*downRowsMost*8*4 + 160 + 64 + 128
 )
 
 // ExpertUp plans the routed first half, and for several rows the shared expert's second. k is the hidden width, inner the experts' width;
@@ -372,6 +375,8 @@ func (l Limits) ExpertUp(r, k, experts, topk, inner uint32, t Tuning) (Plan, Exp
 	}
 	plan := Plan{Kernel: ExpertGateUp, Grid: l.SMs, Shared: upFixed + items*upWarps*256 + 128 + p.Slots*tile}
 	if r > 1 { // two of its blocks on an SM would leave another without
+		least := r * topk * inner / 8 / l.SMs
+		p.Trigger = least - min(least, upRowsLeft)
 		plan.Kernel, plan.Shared = ExpertGateUpRows, max(upRowsFixed+p.Slots*tile, min(l.Half()+1024, l.SharedPerBlock))
 	}
 	if r < 1 || r > MaxRows || k == 0 || k%128 != 0 || k/128 > upPairs || inner == 0 || inner%32 != 0 || experts > maxExperts || topk > maxTop || topk == 0 ||
@@ -386,21 +391,22 @@ func (l Limits) ExpertUp(r, k, experts, topk, inner uint32, t Tuning) (Plan, Exp
 func (l Limits) ExpertDown(r, h, experts, topk, inner uint32, early bool) (Plan, ExpertDownParams, error) {
 	p := ExpertDownParams{R: r, H: h, Experts: experts, Topk: topk, Inner: inner}
 	if early {
-		p.Early = min(downRowsEarly, topk)
+		p.Early = downRowsSlots
 	}
 	blocks := max(1, min(l.SMs, h/8))
 	tiles := (h/8 + blocks - 1) / blocks
+	units, most := tiles*inner/128, uint32(downWarps)
 	plan := Plan{Kernel: ExpertDown, Grid: blocks, Shared: downFixed + topk*inner*2 + 128 + tiles*8*(2*inner+64) + topk*tiles*inner/128*halfBytes}
-	if r > 1 {
-		p.Window = downTiles
-		shared := func() uint32 { return downRowsFixed + topk*inner*2 + topk*p.Window*inner/128*halfBytes }
-		for p.Window > 1 && (shared() > l.SharedPerBlock || p.Window*inner/128 > downWarps) {
+	if r > 1 { // a row has blocks of its own
+		plan.Kernel, plan.Grid, p.Window = ExpertDownRows, r*max(1, min(l.SMs/r, h/8)), downRowsTiles
+		shared := func() uint32 { return downRowsFixed + topk*inner*2 + downRowsSlots*p.Window*inner/128*halfBytes }
+		for p.Window > 1 && (shared() > l.SharedPerBlock || p.Window*inner/128 > 2*downWarps) {
 			p.Window--
 		}
-		plan.Kernel, plan.Shared, tiles = ExpertDownRows, shared(), p.Window
+		plan.Shared, tiles, units, most = shared(), 0, p.Window*inner/128, 2*downWarps
 	}
 	if r < 1 || r > MaxRows || h == 0 || h%16 != 0 || inner == 0 || inner%128 != 0 || experts > maxExperts || topk > maxTop || topk == 0 || topk > experts ||
-		r > 1 && blocks < MaxRows || tiles > downTiles || tiles*inner/128 > downWarps || plan.Shared > l.SharedPerBlock {
+		r > 1 && l.SMs < MaxRows || tiles > downTiles || units > most || plan.Shared > l.SharedPerBlock {
 		return plan, p, fmt.Errorf("cuda: no expert plan for %d rows of %d, top %d of %d", r, h, topk, experts)
 	}
 	return plan, p, nil
