@@ -128,7 +128,7 @@ func launches(t *testing.T, l *loaded, card drivertest.Card, small bool) {
 	}
 	_, err := r.Prompt(backend.LaneRows{Tokens: make([]int32, 512)})
 	must(err)
-	none("a prompt", "gemv", "hc_down", "hc_up", "expert_gate_up", "expert_up", "delta", "delta_quarters", "attend", "attend_group",
+	none("a prompt", "gemv", "hc_down", "hc_up", "expert_gate_up", "expert_up", "delta", "delta_quarters", "delta_rows", "attend", "attend_group",
 		"project_bf16_deep", "project_e4m3_deep", "project_bf16_rows", "project_whole", "project_whole_rows")
 	// 48 layers, every fourth with attention; two hyper-connections a layer and one behind; the drafter has a pass of its own
 	attend := "attend_wide"
@@ -187,6 +187,9 @@ func launches(t *testing.T, l *loaded, card drivertest.Card, small bool) {
 	step("drafts in three lanes", 0, backend.LaneRows{Lane: 0, Tokens: []int32{1, 2, 3, 4}, Positions: model.Positions(9001, 4), Want: backend.WantAll},
 		backend.LaneRows{Lane: 1, Tokens: []int32{1}, Positions: model.Positions(9001, 1), Want: backend.WantAll},
 		backend.LaneRows{Lane: 2, Tokens: []int32{1, 2, 3}, Positions: model.Positions(9001, 3), Want: backend.WantAll})
+	if n, m := gpu.Count("delta_rows"), gpu.Count("delta_quarters"); n != 36 || m != 0 {
+		t.Errorf("drafts in three lanes launch delta_rows %d times and delta_quarters %d times, want 36 and 0", n, m)
+	}
 	gpu.Launched = gpu.Launched[:0]
 	all = nil
 	for lane := range 3 {

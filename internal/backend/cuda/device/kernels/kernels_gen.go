@@ -19,13 +19,14 @@ const (
 	AttendGroupFp8             // AttendGroupParams
 	MergeGroup                 // MergeGroupParams
 	Conv                       // ConvParams
-	Delta                      // DeltaParams
-	DeltaQuarters              // DeltaParams
-	DeltaTurns                 // DeltaParams
 	Score                      // ScoreParams
 	Attend                     // AttendParams
 	Merge                      // MergeParams
 	Route                      // RouteParams
+	Delta                      // DeltaParams
+	DeltaQuarters              // DeltaParams
+	DeltaRows                  // DeltaParams
+	DeltaTurns                 // DeltaParams
 	StemWide                   // StemParams
 	CarryWide                  // CarryParams
 	DraftedTokens              // GatherParams
@@ -67,20 +68,21 @@ func (k ID) Name() string { return table.Kernels[k].Name }
 
 var table = code.Table[ID]{
 	Archs:   []string{"sm_90a", "sm_120a"},
-	Sources: []string{"attention", "blocks", "drafts", "draw", "matrix", "prep", "project", "streams"},
+	Sources: []string{"attention", "blocks", "delta", "drafts", "draw", "matrix", "prep", "project", "streams"},
 	Kernels: []code.Kernel{
 		{Name: "select_blocks", Source: "attention", Threads: 1024},
 		{Name: "attend_group", Source: "attention", Threads: (128)},
 		{Name: "attend_group_fp8", Source: "attention", Threads: (128)},
 		{Name: "merge_group", Source: "attention", Threads: (256)},
 		{Name: "conv", Source: "blocks", Threads: 256},
-		{Name: "delta", Source: "blocks", Threads: (512)},
-		{Name: "delta_quarters", Source: "blocks", Threads: (128)},
-		{Name: "delta_turns", Source: "blocks", Threads: (128)},
 		{Name: "score", Source: "blocks", Threads: 256},
 		{Name: "attend", Source: "blocks", Threads: (128)},
 		{Name: "merge", Source: "blocks", Threads: 256},
 		{Name: "route", Source: "blocks", Threads: 32},
+		{Name: "delta", Source: "delta", Threads: (512)},
+		{Name: "delta_quarters", Source: "delta", Threads: (128)},
+		{Name: "delta_rows", Source: "delta", Threads: (288)},
+		{Name: "delta_turns", Source: "delta", Threads: (128)},
 		{Name: "stem_wide", Source: "drafts", Threads: (512)},
 		{Name: "carry_wide", Source: "drafts", Threads: 256},
 		{Name: "drafted_tokens", Source: "drafts", Threads: 128},
