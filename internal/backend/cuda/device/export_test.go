@@ -1,6 +1,7 @@
 package device
 
 import (
+	"bytes"
 	"encoding/binary"
 	"math"
 	"slices"
@@ -160,4 +161,105 @@ func (d *Device) Projected(j kernels.Projector, q kernels.Projection, w, scale, 
 		return c.SyncStream(d.stream)
 	})
 	return out, true, err
+}
+
+// placed puts data where the parameters of a kernel want it, runs f and brings out back from at.
+func (d *Device) placed(what string, data map[*driver.Ptr][]byte, at *driver.Ptr, out []byte, f func(*driver.Context) error) error {
+	return d.do(what, func(c *driver.Context) error {
+		var all []driver.Ptr
+		defer func() {
+			for _, at := range all {
+				_ = c.Free(at)
+			}
+		}()
+		for at, b := range data {
+			if len(b) == 0 {
+				continue
+			}
+			var err error
+			if *at, err = c.Alloc("test", uint64(len(b))); err != nil {
+				return err
+			}
+			all = append(all, *at)
+			if err := c.ToDevice(d.stream, *at, b); err != nil {
+				return err
+			}
+			if err := c.SyncStream(d.stream); err != nil {
+				return err
+			}
+		}
+		if err := f(c); err != nil {
+			return err
+		}
+		if err := c.ToHost(d.stream, out, *at); err != nil {
+			return err
+		}
+		return c.SyncStream(d.stream)
+	})
+}
+
+// Attention is what the attention of few rows works on: keys and values of heads of 256 values in BF16, or E4M3 with scales.
+type Attention struct {
+	Rows, Heads, KV, Ld                          int
+	Q, Gates, Keys, Values, KeyScales, ValScales []byte
+	List, Count                                  []uint32
+}
+
+// Attended is what rows attend to, by a block for each unit of their tokens or for each pair of units.
+func (d *Device) Attended(a Attention, pairs bool) ([]byte, error) {
+	units := tiles(a.Ld, 2*attendUnit) * 2
+	p := kernels.AttendGroupParams{Heads: uint32(a.Heads), Kv: uint32(a.KV), ListLd: uint32(a.Ld), Splits: uint32(units)}
+	m := kernels.MergeGroupParams{Heads: p.Heads, Splits: p.Splits}
+	attend, merge, n := kernels.AttendUnits, kernels.MergeUnits, units
+	if a.KeyScales != nil {
+		attend = kernels.AttendUnitsFp8
+	}
+	if pairs {
+		attend, merge, n = kernels.AttendPairs, kernels.MergePairs, units/2
+		if a.KeyScales != nil {
+			attend = kernels.AttendPairsFp8
+		}
+	}
+	out := make([]byte, 2*a.Rows*a.Heads*256)
+	err := d.placed("attend", map[*driver.Ptr][]byte{
+		&p.Q: a.Q, &m.Qg: a.Gates, &p.Keys: a.Keys, &p.Values: a.Values, &p.KeyScales: a.KeyScales, &p.ValueScales: a.ValScales, &p.List: bytesIn(a.List),
+		&p.Count: bytesIn(a.Count), &m.Out: out, &p.Partial: bytes.Repeat([]byte{0xff}, 4*a.Rows*a.Heads*units*256), &p.Sums: bytes.Repeat([]byte{0xff}, 8*a.Rows*a.Heads*units),
+	}, &m.Out, out, func(c *driver.Context) error {
+		m.Partial, m.Sums, m.Count = p.Partial, p.Sums, p.Count
+		if err := d.set.Run(c, d.stream, attend, [3]uint32{p.Kv, uint32(a.Rows), uint32(n)}, 0, &p, true); err != nil {
+			return err
+		}
+		return d.set.Run(c, d.stream, merge, [3]uint32{p.Heads, uint32(a.Rows), 4}, 0, &m, true)
+	})
+	return out, err
+}
+
+// Selected is what a row with so many tokens before it selects by its scores: rows of tokens. Its pages are pages.
+func (d *Device) Selected(scores []float32, pages []uint32, at, ratio, most int) ([]uint32, error) {
+	row := kernels.Row{At: uint32(at)}
+	ld := (most*ratio + ratio - 1 + 3) / 4 * 4
+	segments := tiles(len(scores), kernels.Segment)
+	p := kernels.SelectParams{Ratio: uint32(ratio), Blocks: uint32(len(scores)), Most: uint32(most), ListLd: uint32(ld), PagesLd: uint32(len(pages))}
+	out := make([]byte, 4*ld)
+	count := make([]byte, 4)
+	err := d.placed("select", map[*driver.Ptr][]byte{
+		&p.Rows: bytesIn([]kernels.Row{row}), &p.Pages: bytesIn(pages), &p.Scores: bytesIn(scores), &p.List: out, &p.Count: count,
+		&p.Best: make([]byte, 8*segments*most), &p.Arrived: make([]byte, 4),
+	}, &p.List, out, func(c *driver.Context) error {
+		if err := d.set.Run(c, d.stream, kernels.SelectBlocks, [3]uint32{uint32(segments), 1, 1}, 0, &p, true); err != nil {
+			return err
+		}
+		if err := c.ToHost(d.stream, count, p.Count); err != nil {
+			return err
+		}
+		return c.SyncStream(d.stream)
+	})
+	if err != nil {
+		return nil, err
+	}
+	list := make([]uint32, min(uint32(ld), binary.LittleEndian.Uint32(count)))
+	for i := range list {
+		list[i] = binary.LittleEndian.Uint32(out[4*i:])
+	}
+	return list, nil
 }

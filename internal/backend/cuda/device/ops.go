@@ -184,7 +184,7 @@ func (s *step) prepareEmbed(c *driver.Context, op backend.Embed) (func(*pass) er
 		}
 		return p.c.ToDevice(s.d.stream, e.Media, staged[:4*h*n])
 	})
-	return func(p *pass) error { return start(p, kernels.Embed, len(p.rows), 1, 1, 0, &e) }, nil
+	return func(p *pass) error { return start(p, kernels.Embed, tiles(int(e.H), 256), len(p.rows), 1, 0, &e) }, nil
 }
 
 // injection returns the parameters that add the pending injection to streams x, and forgets it; y is 0 if nothing is pending.
@@ -342,14 +342,18 @@ func (s *step) folderDelta(heads int, shared uint32, params kernels.DeltaParams)
 // splits is how many blocks share a row's attention in each head.
 const splits = 24
 
-// groupSplits is the same where a block works for all queries of a key head: one for each 32 of the tokens that a row attends to at most.
-const groupSplits = 66
+// Where a block works for all queries of a key head, it has a unit of attendUnit of the tokens that a row attends to, or with several rows a
+// pair of them, for which the merge has half as much to read.
+const (
+	attendUnit = 32
+	mostUnits  = 72
+)
 
 func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error, error) {
 	l := &loader{s: s, c: c}
 	w, d := op.W, s.d
 	h := s.program.Bufs[op.In].Width
-	blocks := d.opt.Tokens / w.Ratio
+	blocks := (d.opt.Tokens/w.Ratio + 3) / 4 * 4 // four scores at a time
 	l.check(w.HeadDim <= 256 && w.IndexDim <= 256, "heads of %d and %d, at most 256", w.HeadDim, w.IndexDim)
 	fp8 := d.opt.KV == backend.CacheFP8
 	l.check(!fp8 || w.HeadDim&(w.HeadDim-1) == 0, "a cache in fp8 needs heads of a power of two values, these have %d", w.HeadDim)
@@ -408,22 +412,23 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 	merge := kernels.MergeParams{Qg: prep.Qg, Out: l.rows("attended", 2*qw), Heads: prep.Heads, Hd: prep.Hd, Splits: splits}
 	out := part(l.matrix(w.Out), s.bufs[op.Out], w.Out.N, 0, 0)
 	scores := blocks > w.Blocks // some rows choose among their blocks
-	beside := scores && !d.opt.Plain && w.IndexDim == 128 && w.IndexHeads == 4 && w.Rotary.Dim <= 128
-	grouped := !d.opt.Plain && w.HeadDim == 256 && w.Heads/w.KVHeads <= 16
-	attender := kernels.AttendGroup
+	beside := scores && !d.opt.Plain && w.IndexDim == 128 && w.IndexHeads == 4 && w.HeadDim == 256 && w.Rotary.Dim == 64
+	pairs := tiles(longest, 2*attendUnit)
+	grouped := !d.opt.Plain && w.HeadDim == 256 && w.Heads/w.KVHeads <= 16 && 2*pairs <= mostUnits
+	attendUnits, attendPairs := kernels.AttendUnits, kernels.AttendPairs
 	if fp8 {
-		attender = kernels.AttendGroupFp8
+		attendUnits, attendPairs = kernels.AttendUnitsFp8, kernels.AttendPairsFp8
 	}
 	var group kernels.AttendGroupParams
 	var join kernels.MergeGroupParams
 	if grouped {
 		group = kernels.AttendGroupParams{
 			Q: prep.Q, List: choose.List, Count: choose.Count, Heads: prep.Heads, Kv: prep.Kv,
-			ListLd: choose.ListLd, Splits: groupSplits, Partial: l.rows("attention groups", 4*w.Heads*groupSplits*256), Sums: l.rows("attention sums", 8*w.Heads*groupSplits),
+			ListLd: choose.ListLd, Splits: uint32(2 * pairs), Partial: l.rows("attention units", 8*w.Heads*pairs*256), Sums: l.rows("attention sums", 16*w.Heads*pairs),
 			Rows: s.rows, Ratio: score.Ratio, Most: score.Most,
 		}
 		join = kernels.MergeGroupParams{
-			Partial: group.Partial, Sums: group.Sums, Count: group.Count, Qg: prep.Qg, Out: merge.Out, Heads: prep.Heads, Splits: groupSplits,
+			Partial: group.Partial, Sums: group.Sums, Count: group.Count, Qg: prep.Qg, Out: merge.Out, Heads: prep.Heads, Splits: group.Splits,
 			Rows: s.rows, Ratio: score.Ratio, Most: score.Most,
 		}
 	} else {
@@ -440,9 +445,10 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 			return err
 		}
 		if beside {
-			both := kernels.PrepScoreParams{Prep: prep, Score: score, Units: uint32(units)}
-			scorers := min(2*d.owner.Device().SMs, tiles(blocks, 16))
-			if err := start(p, kernels.PrepScore, units+scorers, len(p.rows), 1, 0, &both); err != nil {
+			unitBlocks := tiles(units, 8)
+			both := kernels.PrepScoreParams{Prep: prep, Score: score, Units: uint32(unitBlocks)}
+			scorers := max(1, min(2*d.owner.Device().SMs/len(p.rows)-unitBlocks-1, tiles(blocks, 128))) // so that all blocks stand on the GPU at once
+			if err := start(p, kernels.PrepScore, unitBlocks+1+scorers, len(p.rows), 1, 0, &both); err != nil {
 				return err
 			}
 		} else {
@@ -464,13 +470,17 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 			}
 		}
 		if grouped {
-			if err := start(p, attender, w.KVHeads, len(p.rows), groupSplits, 0, &group); err != nil {
+			attend, merge, n := attendUnits, kernels.MergeUnits, 2*pairs
+			if len(p.rows) > 1 {
+				attend, merge, n = attendPairs, kernels.MergePairs, pairs
+			}
+			if err := start(p, attend, w.KVHeads, len(p.rows), n, 0, &group); err != nil {
 				return err
 			}
-			if err := start(p, kernels.MergeGroup, w.Heads, len(p.rows), 4, 0, &join); err != nil {
+			if err := start(p, merge, w.Heads, len(p.rows), 4, 0, &join); err != nil {
 				return err
 			}
-			return p.gemv(merge.Out, 2, qw, len(p.rows), out)
+			return p.gemv(join.Out, 2, qw, len(p.rows), out)
 		}
 		if err := start(p, kernels.Attend, w.Heads, len(p.rows), splits, 0, &attend); err != nil {
 			return err

@@ -1,26 +1,180 @@
 // Attention of few rows over selected tokens, for the shapes of real models: index heads of 128, heads of 256, up to sixteen queries a key.
 //
-//   attend_group   a split of a row's attention for all queries of a key head: tensor instructions, scores and sums in FP32, weights as a
-//                  BF16 part and what that leaves. attend_group_fp8: keys and values are E4M3 with a scale. Grid: key head, row, split.
-//   merge_group    all splits of a head, times the output gate. Grid: head, row, quarter of the head.
+//   attend_units   a row's attention for all queries of a key head, 32 tokens a block: tensor instructions, scores and sums in FP32, weights as a
+//                  BF16 part and what that leaves. attend_units_fp8: keys and values are E4M3 with a scale. Grid: key head, row, unit.
+//   attend_pairs   the same, and attend_pairs_fp8, two units a block, one after the other, whose sums it joins. Grid: key head, row, pair.
+//   merge_units    all units of a head, times the output gate; merge_pairs all pairs. Grid: head, row, quarter of the head.
 //   select_blocks  where the tokens are that a row attends to, ascending: best blocks, ties to the lower, and the tail. Any shape. Grid: segment,
 //                  row.
 //
-// Splits depend on a row's own length only: company changes nothing.
+// Units are 32 tokens of a row's list, and those of a pair are joined before all else, here or there: company changes nothing.
 #include "best.cuh"
 
 // What a kernel reads before its wait: rows, page tables and whatever the kernel before the last has made. The one before this has waited
 // before it let this one start.
 
-// How many tokens a row attends to that chooses for itself.
-DEVICE uint32_t attended(const Row& row, uint32_t ratio, uint32_t most) {
-  const uint32_t visible = row.at + 1, n = visible / ratio;
-  return n <= most ? visible : most * ratio + visible % ratio;
+// A selection is one block, alone on its SM and once a launch: what takes its time is fetching instructions, so that its loops are not unrolled.
+static constexpr int kSelect = 512;             // threads
+static constexpr uint32_t kCandidates = 8192;  // keys that it can choose from
+static constexpr uint32_t kNear = 32;          // keys of a bin that are ranked
+
+struct SelectRoom {
+  __align__(16) uint32_t key[kCandidates];
+  __align__(16) uint32_t bins[kBins];
+  uint32_t mask[kCandidates / 32], first[kCandidates / 32];  // of 32 keys: which are taken, and how many are before them
+  uint32_t range[2][kSelect / 32], scan[kSelect / 32], found[3], n, near[kNear];
+  uint32_t pages[kSegment * 4 / kPage + 1];  // of a segment's blocks of four tokens
+};
+
+// The float that has this key.
+DEVICE float float_of(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key); }
+
+// Sum over the block, to all threads.
+DEVICE uint32_t select_sum(SelectRoom& room, uint32_t v) {
+  v = __reduce_add_sync(~0u, v);
+  if (threadIdx.x % 32 == 0) room.scan[threadIdx.x / 32] = v;
+  __syncthreads();
+  v = __reduce_add_sync(~0u, threadIdx.x % 32 < kSelect / 32 ? room.scan[threadIdx.x % 32] : 0u);
+  __syncthreads();
+  return v;
 }
 
-NINFER_KERNEL(select_blocks, SelectParams, 1024, 1) {
-  __shared__ bool last;
-  __shared__ BestRoom room;
+// Marks the best `most` of room.key, ties to the lower place, whatever keys these are: bit by bit.
+__device__ __noinline__ void choose_slowly(SelectRoom& room, uint32_t valid, uint32_t most) {
+  const uint32_t t = threadIdx.x;
+  uint32_t threshold = 0;
+  for (int bit = 31; bit >= 0; bit--) {
+    const uint32_t next = threshold | 1u << bit;
+    uint32_t n = 0;
+    for (uint32_t i = t; i < valid; i += kSelect) n += room.key[i] >= next;
+    if (select_sum(room, n) >= most) threshold = next;
+  }
+  uint32_t n = 0;
+  for (uint32_t i = t; i - t % 32 < valid; i += kSelect) {
+    const bool larger = i < valid && room.key[i] > threshold, equal = i < valid && room.key[i] == threshold;
+    const uint32_t votes = __ballot_sync(~0u, larger), ties = __ballot_sync(~0u, equal);
+    if (t % 32 == 0) room.mask[i / 32] = votes, room.bins[i / 32] = ties;
+    n += larger;
+  }
+  uint32_t need = most - select_sum(room, n);
+  if (t == 0)
+    for (uint32_t w = 0; need; w++)
+      for (uint32_t ties = room.bins[w]; ties && need; ties &= ties - 1, need--) room.mask[w] |= ties & -ties;
+}
+
+// Marks the best `most` of room.key, ties to the lower place, and counts them. low and high: the least and the largest of this thread's keys.
+//
+// The keys are counted in bins of equal width in value, then, if the bin that holds the last to be taken is not taken as a whole and holds many,
+// those of it in narrower ones; what is in the bin then is ranked against each other.
+DEVICE void choose(SelectRoom& room, uint32_t valid, uint32_t most, uint32_t low, uint32_t high) {
+  const uint32_t t = threadIdx.x, warp = t / 32, lane = t % 32;
+  low = __reduce_min_sync(~0u, low), high = __reduce_max_sync(~0u, high);
+  if (lane == 0) room.range[0][warp] = low, room.range[1][warp] = high;
+  *(uint4*)(room.bins + 4 * t) = make_uint4(0, 0, 0, 0);
+  if (t == 0) room.n = 0;
+  __syncthreads();
+  low = __reduce_min_sync(~0u, room.range[0][lane % (kSelect / 32)]), high = __reduce_max_sync(~0u, room.range[1][lane % (kSelect / 32)]);
+  const float least = float_of(low), spread = float_of(high) - least;
+  const bool all = valid <= most, spreads = low && spread > 1e-30f && spread < 1e30f;
+  const float scale = __fdividef(kBins - 2, spread);
+  uint32_t need = most, count = most, last = 0, upper = 0, level = 0;
+  bool slow = !all && !spreads;
+  // The bin of a key, or of one in bin `upper` a part of it.
+  auto place = [&](uint32_t key) { return (float_of(key) - least) * scale; };
+  auto part = [&](float x) { return (uint32_t)((x - (float)upper) * (kBins - 1)); };
+#pragma unroll 1
+  for (; !all && !slow; level++) {
+#pragma unroll 1
+    for (uint32_t i = t; i < valid; i += kSelect) {
+      const float x = place(room.key[i]);
+      uint32_t b = (uint32_t)x;
+      if (level) {
+        if (b != upper) continue;
+        b = part(x);
+      }
+      atomicAdd(room.bins + b, 1u);
+    }
+    __syncthreads();
+    // From the largest on, four bins a thread.
+    const uint32_t at = kBins - 4 * (t + 1);
+    const uint4 v = *(const uint4*)(room.bins + at);
+    const uint32_t own = v.x + v.y + (v.z + v.w);
+    uint32_t sum = own;
+#pragma unroll
+    for (int o = 1; o < 32; o <<= 1) {
+      const uint32_t other = __shfl_up_sync(~0u, sum, o);
+      if (lane >= o) sum += other;
+    }
+    if (lane == 31) room.scan[warp] = sum;
+    __syncthreads();
+    *(uint4*)(room.bins + at) = make_uint4(0, 0, 0, 0);
+    const uint32_t above = sum - own + __reduce_add_sync(~0u, lane < warp ? room.scan[lane] : 0u);  // keys in larger bins
+    if (above < need && need <= above + own) {
+      const uint32_t w = v.w, z = w + v.z, y = z + v.y, left = need - above;
+      const uint32_t k = left <= w ? 3 : left <= z ? 2 : left <= y ? 1 : 0;
+      room.found[0] = at + k;
+      room.found[1] = left - (k == 3 ? 0 : k == 2 ? w : k == 1 ? z : y);
+      room.found[2] = k == 3 ? v.w : k == 2 ? v.z : k == 1 ? v.y : v.x;
+    }
+    __syncthreads();
+    last = room.found[0], need = room.found[1], count = room.found[2];
+    if (need == count || count <= kNear) break;
+    slow = level == 1;
+    upper = last;
+  }
+  if (slow) {
+    __syncthreads();
+    choose_slowly(room, valid, most);
+  } else {
+#pragma unroll 1
+    for (uint32_t i = t; i - lane < valid; i += kSelect) {
+      bool larger = i < valid, equal = false;
+      if (larger && !all) {
+        const float x = place(room.key[i]);
+        const uint32_t b = (uint32_t)x;
+        const int over = level && b == upper ? (int)part(x) - (int)last : (int)b - (int)(level ? upper : last);
+        larger = over > 0 || over == 0 && need == count, equal = over == 0 && need < count;
+      }
+      if (equal) room.near[atomicAdd(&room.n, 1u)] = i;
+      const uint32_t votes = __ballot_sync(~0u, larger);
+      if (lane == 0) room.mask[i / 32] = votes;
+    }
+    if (need < count) {
+      __syncthreads();
+      if (t < count) {
+        const uint32_t mine = room.near[t], key = room.key[mine];
+        uint32_t better = 0;
+#pragma unroll 1
+        for (uint32_t j = 0; j < count; j++) {
+          const uint32_t other = room.near[j], k = room.key[other];
+          better += k > key || k == key && other < mine;
+        }
+        if (better < need) atomicOr(room.mask + mine / 32, 1u << mine % 32);
+      }
+    }
+  }
+  __syncthreads();
+  if (warp == 0) {
+    const uint32_t words = (valid + 31) / 32, each = (words + 31) / 32, from = lane * each, to = min(words, from + each);
+    uint32_t n = 0;
+#pragma unroll 1
+    for (uint32_t w = from; w < to; w++) n += __popc(room.mask[w]);
+    uint32_t sum = n;
+#pragma unroll
+    for (int o = 1; o < 32; o <<= 1) {
+      const uint32_t other = __shfl_up_sync(~0u, sum, o);
+      if (lane >= o) sum += other;
+    }
+    sum -= n;
+#pragma unroll 1
+    for (uint32_t w = from; w < to; w++) room.first[w] = sum, sum += __popc(room.mask[w]);
+  }
+  __syncthreads();
+}
+
+NINFER_KERNEL(select_blocks, SelectParams, kSelect, 1) {
+  __shared__ bool final;
+  __shared__ SelectRoom room;
   const uint32_t r = blockIdx.y, segment = blockIdx.x, t = threadIdx.x;
   const Row row = p.rows[r];
   const uint32_t visible = row.at + 1, n = visible / p.ratio, segments = (n + kSegment - 1) / kSegment;
@@ -29,7 +183,8 @@ NINFER_KERNEL(select_blocks, SelectParams, 1024, 1) {
   if (n <= p.most) {
     pdl();
     if (segment) return;
-    for (uint32_t i = t; i < visible; i += 1024) list[i] = token_row(pages, i);
+#pragma unroll 1
+    for (uint32_t i = t; i < visible; i += kSelect) list[i] = token_row(pages, i);
     if (t == 0) p.count[r] = visible;
     return;
   }
@@ -38,69 +193,81 @@ NINFER_KERNEL(select_blocks, SelectParams, 1024, 1) {
     return;
   }
   // A block is known by the row of its first token where it lies in one page, and by its number elsewhere.
-  const bool whole = kPage % p.ratio == 0;
-  uint32_t key[8], id[8], before, taken, page = 0;
+  const bool four = p.ratio == 4, whole = kPage % p.ratio == 0;
   const uint32_t tail = visible - n * p.ratio, end = t < tail ? token_row(pages, n * p.ratio + t) : 0;
   uint32_t valid = min(kSegment, n - segment * kSegment);
+  if (four && t <= (valid * 4 - 1) / kPage) room.pages[t] = pages[segment * (kSegment * 4 / kPage) + t];
   const float* scores = p.scores + (uint64_t)r * p.blocks + segment * kSegment;
-#pragma unroll
-  for (uint32_t i = 0; i < 8; i++) {
-    id[i] = segment * kSegment + t * 4 + i;
-    if (whole && i < 4 && t * 4 + i < valid) {
-      const uint32_t token = id[i] * p.ratio;
-      if (i == 0 || token % kPage == 0) page = pages[token / kPage];
-      id[i] = page * kPage + token % kPage;
-    }
-  }
   pdl();
+  uint32_t low = ~0u, high = 0;
+  float4 four_scores[2];
 #pragma unroll
-  for (uint32_t i = 0; i < 8; i++) key[i] = i < 4 && t * 4 + i < valid ? float_key(__ldcg(scores + t * 4 + i)) : 0;
-  uint32_t bits = best_of<4>(room, key, valid, p.most, before, taken);
-  if (segments > 1) {
-    // Each segment leaves its best in order; the last one to arrive chooses among them.
-    uint32_t* best = p.best + (uint64_t)r * gridDim.x * p.most * 2;
+  for (uint32_t j = 0; j < 2; j++) {
+    const uint32_t at = (j * kSelect + t) * 4;
+    four_scores[j] = at < valid ? __ldcg((const float4*)(scores + at)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+#pragma unroll 1
+  for (uint32_t j = 0; j < 2; j++) {
+    const uint32_t at = (j * kSelect + t) * 4;
+    const float4 v = j ? four_scores[1] : four_scores[0];
+    const float f[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-    for (uint32_t i = 0; i < 8; i++)
-      if (bits >> i & 1) {
-        *(uint2*)(best + ((uint64_t)segment * p.most + before) * 2) = make_uint2(key[i], id[i]);
-        before++;
+    for (uint32_t i = 0; i < 4; i++)
+      if (at + i < valid) {
+        const uint32_t key = float_key(f[i]);
+        room.key[at + i] = key, low = min(low, key), high = max(high, key);
       }
+  }
+  uint32_t* best = p.best + (uint64_t)r * gridDim.x * p.most * 2;
+  bool joined = false;  // the segments' best
+#pragma unroll 1
+  for (;;) {
+    choose(room, valid, p.most, low, high);
+    const bool over = joined || segments == 1;
+#pragma unroll 1
+    for (uint32_t i = t; i < valid; i += kSelect) {
+      const uint32_t votes = room.mask[i / 32];
+      if (!(votes >> i % 32 & 1)) continue;
+      const uint32_t e = room.first[i / 32] + __popc(votes & ((1u << i % 32) - 1));
+      uint32_t id = segment * kSegment + i;
+      if (joined) id = __ldcg(best + (uint64_t)i * 2 + 1);
+      else if (four) id = room.pages[i * 4 / kPage] * kPage + i * 4 % kPage;
+      else if (whole) id = token_row(pages, id * p.ratio);
+      if (!over) {
+        *(uint2*)(best + ((uint64_t)segment * p.most + e) * 2) = make_uint2(room.key[i], id);
+      } else if (four) {
+        *(uint4*)(list + e * 4) = make_uint4(id, id + 1, id + 2, id + 3);
+      } else {
+#pragma unroll 1
+        for (uint32_t j = 0; j < p.ratio; j++) list[e * p.ratio + j] = whole ? id + j : token_row(pages, id * p.ratio + j);
+      }
+    }
+    if (over) break;
+    // Each segment leaves its best in order; the last one to arrive chooses among them.
     __threadfence();
     __syncthreads();
     if (t == 0) {
-      last = atomicAdd(p.arrived + r, 1) == segments - 1;
-      if (last) p.arrived[r] = 0;
+      final = atomicAdd(p.arrived + r, 1) == segments - 1;
+      if (final) p.arrived[r] = 0;
     }
     __syncthreads();
-    if (!last) return;
+    if (!final) return;
     __threadfence();
-    valid = (segments - 1) * p.most + min(p.most, n - (segments - 1) * kSegment);
-#pragma unroll
-    for (uint32_t i = 0; i < 8; i++) {
-      key[i] = id[i] = 0;
-      if (t * 8 + i < valid) {
-        const uint2 v = __ldcg((const uint2*)(best + (uint64_t)(t * 8 + i) * 2));
-        key[i] = v.x, id[i] = v.y;
-      }
+    valid = (segments - 1) * p.most + min(p.most, n - (segments - 1) * kSegment), low = ~0u, high = 0, joined = true;
+#pragma unroll 4
+    for (uint32_t i = t; i < valid; i += kSelect) {
+      const uint32_t key = __ldcg(best + (uint64_t)i * 2);
+      room.key[i] = key, low = min(low, key), high = max(high, key);
     }
-    bits = best_of<8>(room, key, valid, p.most, before, taken);
   }
-#pragma unroll
-  for (uint32_t i = 0; i < 8; i++)
-    if (bits >> i & 1) {
-      for (uint32_t j = 0; j < p.ratio; j++) list[before * p.ratio + j] = whole ? id[i] + j : token_row(pages, id[i] * p.ratio + j);
-      before++;
-    }
-  if (t < tail) list[taken * p.ratio + t] = end;
-  if (t == 0) p.count[r] = taken * p.ratio + tail;
+  const uint32_t taken = min(valid, p.most) * p.ratio;
+  if (t < tail) list[taken + t] = end;
+  if (t == 0) p.count[r] = taken + tail;
 }
 
 static constexpr int kGroup = 128;
 static constexpr uint32_t kKeys = 32;            // tokens at a time
 static constexpr uint32_t kPitch = 256 * 2 + 16;  // bytes of a row in shared memory
-
-// Tokens of one split: as few as make all splits suffice, in whole groups of kKeys.
-DEVICE uint32_t share_of(uint32_t n, uint32_t splits) { return ((n + splits - 1) / splits + kKeys - 1) / kKeys * kKeys; }
 
 DEVICE void tensor_bf16(float* acc, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -122,12 +289,29 @@ DEVICE void codes_to_bf16(uint4 c, uint32_t* out) {
   }
 }
 
-template <bool F8>
-DEVICE void attend_for(const AttendGroupParams& p) {
-  __shared__ __align__(16) uint8_t query[16 * kPitch], value[kKeys * kPitch], weights[2][16][kKeys * 2 + 16];
-  __shared__ float most[4][16], total[4][16];
-  const uint32_t kvh = blockIdx.x, r = blockIdx.y, split = blockIdx.z, t = threadIdx.x, warp = t / 32, lane = t % 32, g = lane / 4, q4 = lane % 4;
-  const uint32_t group = p.heads / p.kv;
+// Sixteen bytes to shared memory, or zeros.
+DEVICE void copy16(void* to, const void* from, bool on) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from), "r"(on ? 16 : 0) : "memory");
+}
+
+// What joining two units multiplies them by.
+struct Join {
+  float top, a, b;
+};
+DEVICE Join join_of(float a, float b) {
+  Join j;
+  j.top = fmaxf(a, b);
+  j.a = a == -INFINITY ? 0.0f : expf(a - j.top), j.b = b == -INFINITY ? 0.0f : expf(b - j.top);
+  return j;
+}
+DEVICE float joined(const Join& j, float a, float b) { return fmaf(j.b, b, __fmul_rn(j.a, a)); }
+
+template <bool F8, int UNITS>
+DEVICE void attend_units_for(const AttendGroupParams& p) {
+  __shared__ __align__(16) uint8_t query[16 * kPitch], value[UNITS][kKeys * kPitch], weights[2][16][kKeys * 2 + 16];
+  __shared__ float most[UNITS][4][16], total[UNITS][4][16];
+  const uint32_t kvh = blockIdx.x, r = blockIdx.y, t = threadIdx.x, warp = t / 32, lane = t % 32, g = lane / 4, q4 = lane % 4;
+  const uint32_t group = p.heads / p.kv, begin = blockIdx.z * UNITS * kKeys;
   const uint32_t* list = p.list + (uint64_t)r * p.list_ld;
   for (uint32_t i = t; i < 16 * 32; i += kGroup) {
     const uint32_t h = i / 32;
@@ -135,68 +319,45 @@ DEVICE void attend_for(const AttendGroupParams& p) {
     if (h < group) v = __ldcg((const uint4*)(p.q + ((uint64_t)r * p.heads + kvh * group + h) * 256) + i % 32);
     *(uint4*)(query + h * kPitch + i % 32 * 16) = v;
   }
-  uint32_t n = attended(p.rows[r], p.ratio, p.most), begin, end, of_key, of_value;  // tokens of a round: whose key and whose value this thread fetches
-  auto look = [&](uint32_t at) {
-    of_key = at + warp * 8 + g < end ? __ldcg(list + at + warp * 8 + g) : 0;
-    of_value = at + t / 4 < end ? __ldcg(list + at + t / 4) : 0;
-  };
-  auto cut = [&]() {
-    const uint32_t share = share_of(n, p.splits);
-    begin = min(n, split * share), end = min(n, begin + share);
-  };
-  cut();
+  uint32_t of_key[UNITS], of_value[UNITS];
   pdl();
-  const uint32_t count = __ldcg(p.count + r);
-  look(begin);
-  if (count != n) {  // a selection from outside
-    n = count;
-    cut();
-    look(begin);
+  const uint32_t n = __ldcg(p.count + r);
+#pragma unroll
+  for (int u = 0; u < UNITS; u++) {
+    of_key[u] = __ldcg(list + min(begin + u * kKeys + warp * 8 + g, p.list_ld - 1));
+    of_value[u] = __ldcg(list + min(begin + u * kKeys + t / 4, p.list_ld - 1));
   }
-  if (begin == end) return;  // the merge knows as well
-  float acc[8][4], top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
+  if (begin >= n) return;  // the merge knows as well
+  constexpr int kChunks = F8 ? 4 : 8;  // of 64 bytes of a key
+  uint4 key[kChunks], v8[F8 ? UNITS : 1][kChunks];
+  float ks = 0.0f, vs = 0.0f;
+  auto keys = [&](int u) {
+    const bool live = begin + u * kKeys + warp * 8 + g < n;
+    const uint64_t line = (uint64_t)of_key[u] * p.kv + kvh;  // heads of 256 values
+    const uint4* from = (const uint4*)((const uint8_t*)p.keys + line * (F8 ? 256 : 512)) + q4;
 #pragma unroll
-  for (int i = 0; i < 8; i++) acc[i][0] = acc[i][1] = acc[i][2] = acc[i][3] = 0.0f;
-  for (uint32_t at = begin; at < end; at += kKeys) {
-    const bool live = at + warp * 8 + g < end;
-    constexpr int kChunks = F8 ? 4 : 8;  // of 64 bytes of a key
-    uint4 key[kChunks];
-    float key_scale[2] = {1.0f, 1.0f}, value_scale[2] = {1.0f, 1.0f};  // of keys 2*q4 and one more of the warp's eight
-    {
-      const uint64_t line = (uint64_t)of_key * p.kv + kvh;  // heads of 256 values
-      const uint4* from = (const uint4*)((const uint8_t*)p.keys + line * (F8 ? 256 : 512)) + q4;
+    for (int c = 0; c < kChunks; c++) key[c] = live ? from[c * 4] : make_uint4(0, 0, 0, 0);
+    if (F8) ks = live ? from_bf16(p.key_scales[line]) : 0.0f, vs = live ? from_bf16(p.value_scales[line]) : 0.0f;
+  };
+  keys(0);
 #pragma unroll
-      for (int c = 0; c < kChunks; c++) key[c] = live ? from[c * 4] : make_uint4(0, 0, 0, 0);
-      if (F8) {
-        const float ks = live ? from_bf16(p.key_scales[line]) : 0.0f, vs = live ? from_bf16(p.value_scales[line]) : 0.0f;
+  for (int u = 0; u < UNITS; u++) {
+    const bool on = begin + u * kKeys + t / 4 < n;
+    const uint8_t* from = (const uint8_t*)p.values + ((uint64_t)of_value[u] * p.kv + kvh) * (F8 ? 256 : 512) + t % 4 * 16;
 #pragma unroll
-        for (int i = 0; i < 2; i++) key_scale[i] = __shfl_sync(~0u, ks, (2 * q4 + i) * 4), value_scale[i] = __shfl_sync(~0u, vs, (2 * q4 + i) * 4);
-      }
+    for (int i = 0; i < kChunks; i++) {
+      if (F8) v8[F8 ? u : 0][i] = on ? *(const uint4*)(from + 64 * i) : make_uint4(0, 0, 0, 0);
+      else copy16(value[u] + t / 4 * kPitch + (t % 4 + 4 * i) * 16, on ? from + 64 * i : p.values, on);
     }
-    __syncthreads();  // the values of the round before have been used
-    {
-      const uint32_t k = t / 4;
-      const bool on = at + k < end;
-      const uint4* from = (const uint4*)((const uint8_t*)p.values + ((uint64_t)of_value * p.kv + kvh) * (F8 ? 256 : 512)) + t % 4;
-      uint4 v[kChunks];
+    if (!F8) asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+  __syncthreads();  // the queries are there
+  float acc[UNITS][8][4], top[UNITS][2];
 #pragma unroll
-      for (int i = 0; i < kChunks; i++) v[i] = on ? from[4 * i] : make_uint4(0, 0, 0, 0);
-      look(at + kKeys);
+  for (int u = 0; u < UNITS; u++) {
+    float s[4][4];
 #pragma unroll
-      for (int i = 0; i < kChunks; i++) {
-        uint8_t* to = value + k * kPitch + (t % 4 + 4 * i) * (F8 ? 32 : 16);
-        if (F8) {
-          uint32_t w[8];
-          codes_to_bf16(v[i], w);
-          *(uint4*)to = make_uint4(w[0], w[1], w[2], w[3]);
-          *(uint4*)(to + 16) = make_uint4(w[4], w[5], w[6], w[7]);
-        } else {
-          *(uint4*)to = v[i];
-        }
-      }
-    }
-    if (at == begin) __syncthreads();  // the queries are there
-    float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    for (int c = 0; c < 4; c++) s[c][0] = s[c][1] = s[c][2] = s[c][3] = 0.0f;
 #pragma unroll
     for (int c = 0; c < kChunks; c++) {
       uint32_t k[8] = {key[c].x, key[c].y, key[c].z, key[c].w, 0, 0, 0, 0};
@@ -205,42 +366,66 @@ DEVICE void attend_for(const AttendGroupParams& p) {
       for (int i = 0; i < (F8 ? 2 : 1); i++) {
         const uint32_t from = F8 ? c * 128 + q4 * 32 + i * 16 : c * 64 + q4 * 16;
         const uint4 a = *(const uint4*)(query + g * kPitch + from), b = *(const uint4*)(query + (g + 8) * kPitch + from);
-        tensor_bf16(s, a.x, b.x, a.y, b.y, k[4 * i], k[4 * i + 1]);
-        tensor_bf16(s, a.z, b.z, a.w, b.w, k[4 * i + 2], k[4 * i + 3]);
+        float* to = s[(F8 ? i : c % 2) * 2];
+        tensor_bf16(to, a.x, b.x, a.y, b.y, k[4 * i], k[4 * i + 1]);
+        tensor_bf16(to + 4, a.z, b.z, a.w, b.w, k[4 * i + 2], k[4 * i + 3]);
       }
     }
-    // s[0..1]: query g, keys 2*q4 and one more of the warp's eight; s[2..3]: query g+8.
+    float key_scale[2] = {1.0f, 1.0f}, value_scale[2] = {1.0f, 1.0f};  // of keys 2*q4 and one more of the warp's eight
+    if (F8) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) s[i] = at + warp * 8 + 2 * q4 + i % 2 < end ? s[i] * key_scale[i % 2] * 0.0625f : -INFINITY;
+      for (int i = 0; i < 2; i++) key_scale[i] = __shfl_sync(~0u, ks, (2 * q4 + i) * 4), value_scale[i] = __shfl_sync(~0u, vs, (2 * q4 + i) * 4);
+    }
+    if (u + 1 < UNITS) keys(u + 1);
+    // s[0..1]: query g, keys 2*q4 and one more of the warp's eight; s[2..3]: query g+8.
+    float x[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      x[i] = s[0][i] + s[1][i] + (s[2][i] + s[3][i]);
+      x[i] = begin + u * kKeys + warp * 8 + 2 * q4 + i % 2 < n ? x[i] * key_scale[i % 2] * 0.0625f : -INFINITY;
+    }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      float m = fmaxf(s[2 * i], s[2 * i + 1]);
+      float m = fmaxf(x[2 * i], x[2 * i + 1]);
       m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
       m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-      if (q4 == 0) most[warp][g + 8 * i] = m;
+      if (q4 == 0) most[u][warp][g + 8 * i] = m;
+    }
+    if (F8) {
+#pragma unroll
+      for (int i = 0; i < kChunks; i++) {
+        uint32_t w[8];
+        codes_to_bf16(v8[F8 ? u : 0][i], w);
+        uint8_t* to = value[u] + t / 4 * kPitch + (t % 4 + 4 * i) * 32;
+        *(uint4*)to = make_uint4(w[0], w[1], w[2], w[3]);
+        *(uint4*)(to + 16) = make_uint4(w[4], w[5], w[6], w[7]);
+      }
     }
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const uint32_t h = g + 8 * i;
-      const float now = fmaxf(top[i], fmaxf(fmaxf(most[0][h], most[1][h]), fmaxf(most[2][h], most[3][h])));
-      const float old = expf(top[i] - now), e0 = expf(s[2 * i] - now), e1 = expf(s[2 * i + 1] - now);
-      top[i] = now;
+      const float now = fmaxf(fmaxf(most[u][0][h], most[u][1][h]), fmaxf(most[u][2][h], most[u][3][h]));
+      const float less = now == -INFINITY ? 0.0f : now;  // nothing in this unit
+      const float e0 = expf(x[2 * i] - less), e1 = expf(x[2 * i + 1] - less);
+      top[u][i] = now;
       float e = e0 + e1;
       e += __shfl_xor_sync(~0u, e, 1);
       e += __shfl_xor_sync(~0u, e, 2);
-      sum[i] = sum[i] * old + e;  // of this warp's keys
-#pragma unroll
-      for (int j = 0; j < 8; j++) acc[j][2 * i] *= old, acc[j][2 * i + 1] *= old;
+      if (q4 == 0) total[u][warp][h] = e;  // of this warp's keys
       const float w0 = e0 * value_scale[0], w1 = e1 * value_scale[1];
-      const bf16 h0 = to_bf16(w0), h1 = to_bf16(w1);
-      bf16* w = (bf16*)weights[0][h] + warp * 8 + 2 * q4;
-      w[0] = h0, w[1] = h1;
-      w = (bf16*)weights[1][h] + warp * 8 + 2 * q4;
-      w[0] = to_bf16(w0 - from_bf16(h0)), w[1] = to_bf16(w1 - from_bf16(h1));
+      const __nv_bfloat162 high = __floats2bfloat162_rn(w0, w1);
+      *(__nv_bfloat162*)((bf16*)weights[0][h] + warp * 8 + 2 * q4) = high;
+      *(__nv_bfloat162*)((bf16*)weights[1][h] + warp * 8 + 2 * q4) = __floats2bfloat162_rn(w0 - __low2float(high), w1 - __high2float(high));
+    }
+    if (!F8) {
+      if (u + 1 < UNITS) asm volatile("cp.async.wait_group 1;" ::: "memory");
+      else asm volatile("cp.async.wait_group 0;" ::: "memory");
     }
     __syncthreads();
     // This warp's 64 columns of weights times values.
+#pragma unroll
+    for (int i = 0; i < 8; i++) acc[u][i][0] = acc[u][i][1] = acc[u][i][2] = acc[u][i][3] = 0.0f;
 #pragma unroll
     for (int kk = 0; kk < 2; kk++) {
       uint32_t a[2][4];
@@ -253,86 +438,112 @@ DEVICE void attend_for(const AttendGroupParams& p) {
       }
 #pragma unroll
       for (int j = 0; j < 8; j += 2) {
-        const uint32_t from = (uint32_t)__cvta_generic_to_shared(value) + (kk * 16 + lane / 8 % 2 * 8 + lane % 8) * kPitch + (warp * 64 + j * 8 + lane / 16 * 8) * 2;
+        const uint32_t from = (uint32_t)__cvta_generic_to_shared(value[u]) + (kk * 16 + lane / 8 % 2 * 8 + lane % 8) * kPitch + (warp * 64 + j * 8 + lane / 16 * 8) * 2;
         uint32_t b[4];
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(from) : "memory");
 #pragma unroll
         for (int part = 0; part < 2; part++) {
-          tensor_bf16(acc[j], a[part][0], a[part][1], a[part][2], a[part][3], b[0], b[1]);
-          tensor_bf16(acc[j + 1], a[part][0], a[part][1], a[part][2], a[part][3], b[2], b[3]);
+          tensor_bf16(acc[u][j], a[part][0], a[part][1], a[part][2], a[part][3], b[0], b[1]);
+          tensor_bf16(acc[u][j + 1], a[part][0], a[part][1], a[part][2], a[part][3], b[2], b[3]);
         }
       }
     }
   }
 #pragma unroll
-  for (int i = 0; i < 2; i++)
-    if (q4 == 0) total[warp][g + 8 * i] = sum[i];
-  __syncthreads();
-#pragma unroll
   for (int i = 0; i < 2; i++) {
     const uint32_t h = g + 8 * i;
     if (h >= group) continue;
-    const uint64_t to = ((uint64_t)r * p.heads + kvh * group + h) * p.splits + split;
+    const uint64_t to = ((uint64_t)r * p.heads + kvh * group + h) * (p.splits / UNITS) + blockIdx.z;
+    float sum[UNITS];
 #pragma unroll
-    for (int j = 0; j < 8; j++) *(float2*)(p.partial + to * 256 + warp * 64 + j * 8 + 2 * q4) = make_float2(acc[j][2 * i], acc[j][2 * i + 1]);
-    if (warp == 0 && q4 == 0) *(float2*)(p.sums + to * 2) = make_float2(top[i], total[0][h] + total[1][h] + total[2][h] + total[3][h]);
+    for (int u = 0; u < UNITS; u++) sum[u] = total[u][0][h] + total[u][1][h] + total[u][2][h] + total[u][3][h];
+    if (UNITS == 1) {
+#pragma unroll
+      for (int j = 0; j < 8; j++) *(float2*)(p.partial + to * 256 + warp * 64 + j * 8 + 2 * q4) = make_float2(acc[0][j][2 * i], acc[0][j][2 * i + 1]);
+      if (warp == 0 && q4 == 0) *(float2*)(p.sums + to * 2) = make_float2(top[0][i], sum[0]);
+    } else {
+      constexpr int B = UNITS - 1;
+      const Join two = join_of(top[0][i], top[B][i]);
+#pragma unroll
+      for (int j = 0; j < 8; j++)
+        *(float2*)(p.partial + to * 256 + warp * 64 + j * 8 + 2 * q4) = make_float2(joined(two, acc[0][j][2 * i], acc[B][j][2 * i]), joined(two, acc[0][j][2 * i + 1], acc[B][j][2 * i + 1]));
+      if (warp == 0 && q4 == 0) *(float2*)(p.sums + to * 2) = make_float2(two.top, joined(two, sum[0], sum[B]));
+    }
   }
 }
 
-NINFER_KERNEL(attend_group, AttendGroupParams, kGroup, 4) { attend_for<false>(p); }
-NINFER_KERNEL(attend_group_fp8, AttendGroupParams, kGroup, 4) { attend_for<true>(p); }
+NINFER_KERNEL(attend_units, AttendGroupParams, kGroup, 4) { attend_units_for<false, 1>(p); }
+NINFER_KERNEL(attend_units_fp8, AttendGroupParams, kGroup, 4) { attend_units_for<true, 1>(p); }
+NINFER_KERNEL(attend_pairs, AttendGroupParams, kGroup, 4) { attend_units_for<false, 2>(p); }
+NINFER_KERNEL(attend_pairs_fp8, AttendGroupParams, kGroup, 4) { attend_units_for<true, 2>(p); }
 
 static constexpr int kMerge = 256;       // 64 columns of a head, each by four threads
-static constexpr uint32_t kSplits = 72;  // at most
+static constexpr uint32_t kUnits = 72;   // at most
 
-NINFER_KERNEL(merge_group, MergeGroupParams, kMerge, 1) {
-  __shared__ float factor[kSplits], part[4][64], shared[33];
+// UNITS: 2 where units lie there, 1 where pairs do.
+template <int UNITS>
+DEVICE void merge_units_for(const MergeGroupParams& p) {
+  __shared__ float part[4][64];
   if (p.trigger == 0) pdl_trigger();
-  const uint32_t head = blockIdx.x, r = blockIdx.y, t = threadIdx.x, c = blockIdx.z * 64 + t % 64, quarter = t / 64;
-  uint32_t n = attended(p.rows[r], p.ratio, p.most), used;
-  const float gate = from_bf16(p.qg[((uint64_t)r * p.heads + head) * 512 + 256 + c]);
-  const uint64_t from = ((uint64_t)r * p.heads + head) * p.splits;
-  constexpr int kMine = kSplits / 4;
-  float mine[kMine];  // asked for before their factors are known
-  float2 s = make_float2(-INFINITY, 0.0f);
-  auto ask = [&]() {
-    const uint32_t share = share_of(n, p.splits);
-    used = (n + share - 1) / share;
-#pragma unroll
-    for (int i = 0; i < kMine; i++) {
-      const uint32_t split = quarter + 4 * i;
-      mine[i] = split < used ? __ldcg(p.partial + (from + split) * 256 + c) : 0.0f;
-    }
-    s = t < 128 && t < used ? __ldcg((const float2*)p.sums + from + t) : make_float2(-INFINITY, 0.0f);
-  };
+  const uint32_t head = blockIdx.x, r = blockIdx.y, t = threadIdx.x, lane = t % 32, quarter = t / 64, c = blockIdx.z * 64 + t % 64;
+  const uint32_t pairs = p.splits / 2;
+  const uint64_t at = (uint64_t)r * p.heads + head, from = at * pairs;
+  const float gate = quarter ? 0.0f : from_bf16(p.qg[at * 512 + 256 + c]);
+  constexpr int kMine = kUnits / 8;  // pairs of a thread
+  float mine[kMine][UNITS];          // asked for before their factors are known
+  const uint32_t n = __ldcg(p.count + r), units = (n + kKeys - 1) / kKeys, have = (units + 1) / 2;
   pdl_wait();
   if (p.trigger == 1) pdl_trigger();
-  const uint32_t count = __ldcg(p.count + r);
-  ask();
-  if (count != n) {  // a selection from outside
-    n = count;
-    ask();
-  }
-  if (t < 128) {
-    float top = s.x;
 #pragma unroll
-    for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
-    if (t % 32 == 0) shared[t / 32] = top;
-    asm volatile("bar.sync 1, 128;" ::: "memory");
-    top = fmaxf(fmaxf(shared[0], shared[1]), fmaxf(shared[2], shared[3]));
-    const float e = t < used ? expf(s.x - top) : 0.0f;
-    if (t < kSplits) factor[t] = e;
-    const float sum = warp_sum(e * s.y);
-    if (t % 32 == 0) shared[8 + t / 32] = sum;
+  for (int i = 0; i < kMine; i++) {
+    const uint32_t pair = quarter + 4 * i;
+#pragma unroll
+    for (int u = 0; u < UNITS; u++) {
+      const bool on = UNITS == 1 ? pair < have : 2 * pair + u < units;
+      mine[i][u] = on ? __ldcg(p.partial + ((from + pair) * UNITS + u) * 256 + c) : 0.0f;
+    }
   }
-  __syncthreads();
+  // Every warp looks at all pairs: lane l at pairs l and l + 32.
+  float top[2], sum[2];
+  Join two[2];
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    const uint32_t pair = lane + 32 * k;
+    top[k] = -INFINITY, sum[k] = 0.0f, two[k].a = two[k].b = 0.0f;
+    if (pair >= have) continue;
+    if (UNITS == 1) {
+      const float2 q = __ldcg((const float2*)p.sums + from + pair);
+      top[k] = q.x, sum[k] = q.y;
+    } else {
+      float4 q = __ldcg((const float4*)p.sums + from + pair);
+      if (2 * pair + 1 >= units) q.z = -INFINITY, q.w = 0.0f;
+      two[k] = join_of(q.x, q.z);
+      top[k] = two[k].top, sum[k] = joined(two[k], q.y, q.w);
+    }
+  }
+  float all = fmaxf(top[0], top[1]);
+#pragma unroll
+  for (int o = 16; o; o >>= 1) all = fmaxf(all, __shfl_xor_sync(~0u, all, o));
+  float e[2];
+#pragma unroll
+  for (int k = 0; k < 2; k++) e[k] = lane + 32 * k < have ? expf(top[k] - all) : 0.0f;
+  const float weight = warp_sum(fmaf(e[1], sum[1], __fmul_rn(e[0], sum[0])));
   float v = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kMine; i++) v = fmaf(factor[quarter + 4 * i], mine[i], v);
+  for (int i = 0; i < kMine; i++) {
+    const uint32_t pair = quarter + 4 * i;
+    const int k = i < 8 ? 0 : 1;
+    const float f = __shfl_sync(~0u, e[k], pair % 32);
+    Join j;
+    if (UNITS == 2) j.a = __shfl_sync(~0u, two[k].a, pair % 32), j.b = __shfl_sync(~0u, two[k].b, pair % 32);
+    v = fmaf(f, UNITS == 1 ? mine[i][0] : joined(j, mine[i][0], mine[i][UNITS - 1]), v);
+  }
   part[quarter][t % 64] = v;
   if (p.trigger == 2) pdl_trigger();
   __syncthreads();
   if (quarter) return;
-  v = part[0][t] + part[1][t] + part[2][t] + part[3][t];
-  p.out[((uint64_t)r * p.heads + head) * 256 + c] = to_bf16(v / (shared[8] + shared[9] + shared[10] + shared[11]) * sigmoid(gate));
+  p.out[at * 256 + c] = to_bf16((part[0][t] + part[1][t] + part[2][t] + part[3][t]) / weight * sigmoid(gate));
 }
+
+NINFER_KERNEL(merge_units, MergeGroupParams, kMerge, 1) { merge_units_for<2>(p); }
+NINFER_KERNEL(merge_pairs, MergeGroupParams, kMerge, 1) { merge_units_for<1>(p); }

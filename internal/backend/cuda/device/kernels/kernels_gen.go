@@ -15,9 +15,12 @@ type ID int
 // The kernels.
 const (
 	SelectBlocks     ID = iota // SelectParams
-	AttendGroup                // AttendGroupParams
-	AttendGroupFp8             // AttendGroupParams
-	MergeGroup                 // MergeGroupParams
+	AttendUnits                // AttendGroupParams
+	AttendUnitsFp8             // AttendGroupParams
+	AttendPairs                // AttendGroupParams
+	AttendPairsFp8             // AttendGroupParams
+	MergeUnits                 // MergeGroupParams
+	MergePairs                 // MergeGroupParams
 	Conv                       // ConvParams
 	Score                      // ScoreParams
 	Attend                     // AttendParams
@@ -70,10 +73,13 @@ var table = code.Table[ID]{
 	Archs:   []string{"sm_90a", "sm_120a"},
 	Sources: []string{"attention", "blocks", "delta", "drafts", "draw", "matrix", "prep", "project", "streams"},
 	Kernels: []code.Kernel{
-		{Name: "select_blocks", Source: "attention", Threads: 1024},
-		{Name: "attend_group", Source: "attention", Threads: (128)},
-		{Name: "attend_group_fp8", Source: "attention", Threads: (128)},
-		{Name: "merge_group", Source: "attention", Threads: (256)},
+		{Name: "select_blocks", Source: "attention", Threads: (512)},
+		{Name: "attend_units", Source: "attention", Threads: (128)},
+		{Name: "attend_units_fp8", Source: "attention", Threads: (128)},
+		{Name: "attend_pairs", Source: "attention", Threads: (128)},
+		{Name: "attend_pairs_fp8", Source: "attention", Threads: (128)},
+		{Name: "merge_units", Source: "attention", Threads: (256)},
+		{Name: "merge_pairs", Source: "attention", Threads: (256)},
 		{Name: "conv", Source: "blocks", Threads: 256},
 		{Name: "score", Source: "blocks", Threads: 256},
 		{Name: "attend", Source: "blocks", Threads: (128)},

@@ -2,8 +2,9 @@
 //
 //   prep        norms and rotation of queries and keys, append to the planes, index key of a block that a row completes. Any shape. Grid: unit,
 //               row.
-//   prep_score  the same but for index queries, and beside it the index scores of complete blocks, for index heads of 128 and four of them. A
-//               block that the pass completes is scored for all rows that see it where its key is made. Grid: unit or some blocks, row.
+//   prep_score  the same but for index queries, a warp a unit, and beside it the index scores of complete blocks, for heads of 256 and four index
+//               heads of 128, of which 64 values are rotated. Grid: eight units, then a block for what the pass itself completes, then some for what
+//               was complete before it; row.
 #include "common.cuh"
 
 // The angle of pair i among the first rot values of a head.
@@ -16,14 +17,18 @@ DEVICE Turn turn_of(const float* inverse, uint32_t rot, const uint32_t* pos, uin
   return a;
 }
 
+// A pair of values, turned: always with the same roundings.
+DEVICE float2 turned(float a, float b, Turn turn) {
+  return make_float2(fmaf(a, turn.cos, -__fmul_rn(b, turn.sin)), fmaf(b, turn.cos, __fmul_rn(a, turn.sin)));
+}
+
 // Rotates pair i of the first rot values of v in shared memory; all threads of the block.
 DEVICE void rotate(float* v, uint32_t rot, Turn turn, uint32_t i) {
   const uint32_t half = rot / 2;
   __syncthreads();
   if (i < half) {
-    const float a = v[i], b = v[i + half];
-    v[i] = a * turn.cos - b * turn.sin;
-    v[i + half] = b * turn.cos + a * turn.sin;
+    const float2 both = turned(v[i], v[i + half], turn);
+    v[i] = both.x, v[i + half] = both.y;
   }
   __syncthreads();
 }
@@ -31,14 +36,29 @@ DEVICE void rotate(float* v, uint32_t rot, Turn turn, uint32_t i) {
 // Normalised Hadamard transform of width values in shared memory, a power of two of them, thread a value; all threads of the block.
 DEVICE void hadamard(float* v, uint32_t width) {
   const uint32_t t = threadIdx.x;
-  for (uint32_t h = 1; h < width; h <<= 1) {
-    float a = 0.0f, b = 0.0f;
-    if (t < width) a = v[t], b = v[t ^ h];
-    __syncthreads();
-    if (t < width) v[t] = t & h ? b - a : a + b;
-    __syncthreads();
+  float x = t < width ? v[t] : 0.0f;
+  uint32_t h = 1;
+  for (; h < width && h < 32; h <<= 1) {
+    const float other = __shfl_xor_sync(~0u, x, h);
+    x = t & h ? other - x : x + other;
   }
-  if (t < width) v[t] *= 1.0f / sqrtf((float)width);
+  for (; h < width; h <<= 1) {
+    if (t < width) v[t] = x;
+    __syncthreads();
+    const float other = t < width ? v[t ^ h] : 0.0f;
+    __syncthreads();
+    x = t & h ? other - x : x + other;
+  }
+  if (t < width) v[t] = x * (1.0f / sqrtf((float)width));
+}
+
+// The scale of values of at most that magnitude, and the code of one.
+DEVICE bf16 fp8_scale(float most) {
+  return __ushort_as_bfloat16(most > 0.0f ? max(__bfloat16_as_ushort(to_bf16(most / 448.0f)), (unsigned short)1) : 0);
+}
+DEVICE uint8_t fp8_code(float x, bf16 scale) {
+  const float s = from_bf16(scale);
+  return s > 0.0f ? __nv_cvt_float_to_fp8(x / s, __NV_SATFINITE, __NV_E4M3) : 0;
 }
 
 // Keeps a head's values, thread a value, as E4M3 with a scale: their largest magnitude / 448 in BF16.
@@ -51,63 +71,13 @@ DEVICE void keep_fp8(float x, uint32_t width, uint8_t* codes, bf16* scale, float
   if (t % 32 == 0) shared[t / 32] = most;
   __syncthreads();
   for (uint32_t i = 0; i < blockDim.x / 32; i++) most = fmaxf(most, shared[i]);
-  uint16_t word = most > 0.0f ? max(__bfloat16_as_ushort(to_bf16(most / 448.0f)), (unsigned short)1) : 0;
-  const float s = __uint_as_float((uint32_t)word << 16);
-  if (t < width) codes[t] = word ? __nv_cvt_float_to_fp8(x / s, __NV_SATFINITE, __NV_E4M3) : 0;
-  if (t == 0) *scale = __ushort_as_bfloat16(word);
-}
-
-// The four index queries of a row, normalised and rotated, two values a thread.
-struct IndexQueries {
-  float part[8], v[4][128];
-  __align__(16) bf16 q[4][128];
-};
-DEVICE void index_queries(IndexQueries& s, const PrepParams& p, uint32_t r, Turn turn, const float* norm) {
-  const uint32_t t = threadIdx.x, h = t / 64, i = t % 64;
-  const bf16* in = p.index + ((uint64_t)r * 5 + h) * 128;
-  const float a = from_bf16(in[i]), b = from_bf16(in[i + 64]);
-  const float sum = warp_sum(fmaf(a, a, b * b));
-  if (t % 32 == 0) s.part[t / 32] = sum;
-  __syncthreads();
-  const float scale = 1.0f / sqrtf((s.part[2 * h] + s.part[2 * h + 1]) / 128 + p.eps);
-  s.v[h][i] = a * scale * (1.0f + norm[0]);
-  s.v[h][i + 64] = b * scale * (1.0f + norm[1]);
-  rotate(s.v[h], p.rot, turn, i);
-  s.q[h][i] = to_bf16(s.v[h][i]), s.q[h][i + 64] = to_bf16(s.v[h][i + 64]);
-  __syncthreads();
-}
-
-// A lane's eight values of each query, and what half a warp makes of a key.
-struct Eighths {
-  float q[4][8];
-};
-DEVICE void values8(uint4 v, float* k) {
-  k[0] = lo(v.x), k[1] = hi(v.x), k[2] = lo(v.y), k[3] = hi(v.y), k[4] = lo(v.z), k[5] = hi(v.z), k[6] = lo(v.w), k[7] = hi(v.w);
-}
-DEVICE Eighths eighths(const IndexQueries& s) {
-  Eighths e;
-#pragma unroll
-  for (int h = 0; h < 4; h++) values8(*(const uint4*)(s.q[h] + threadIdx.x % 16 * 8), e.q[h]);
-  return e;
-}
-DEVICE float score8(const Eighths& e, uint4 key) {
-  float k[8], sum = 0.0f;
-  values8(key, k);
-#pragma unroll
-  for (int h = 0; h < 4; h++) {
-    float s = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 8; i++) s = fmaf(k[i], e.q[h][i], s);
-#pragma unroll
-    for (int o = 8; o; o >>= 1) s += __shfl_xor_sync(~0u, s, o);
-    sum += fmaxf(s, 0.0f);
-  }
-  return sum * (1.0f / sqrtf(128.0f));
+  const bf16 word = fp8_scale(most);
+  if (t < width) codes[t] = fp8_code(x, word);
+  if (t == 0) *scale = word;
 }
 
 // One unit of a row. Rows, pages, positions, weights and tokens of earlier passes are here before the wait, and with them all angles.
-template <bool SCORE>
-DEVICE void prepare(const PrepParams& p, uint32_t unit, const ScoreParams* score, IndexQueries* queries) {
+DEVICE void prepare(const PrepParams& p, uint32_t unit) {
   __shared__ float shared[33], v[256];
   const uint32_t r = blockIdx.y, t = threadIdx.x;
   const Row row = p.rows[r];
@@ -152,19 +122,6 @@ DEVICE void prepare(const PrepParams& p, uint32_t unit, const ScoreParams* score
     if (t < p.id) v[t] = x * scale * (1.0f + norm);
     rotate(v, p.rot, turn, t);
     if (t < p.id) p.block_keys[Blocks(p.ratio).row(pages[row.at / kPage], row.at / p.ratio) * p.id + t] = to_bf16(v[t]);
-    if (!SCORE) return;
-    __shared__ __align__(16) bf16 key[128];
-    const float queries_norm[2] = {p.iq_norm[t % 64], p.iq_norm[t % 64 + 64]};
-    if (t < 128) key[t] = to_bf16(v[t]);
-    for (uint32_t i = r; i < gridDim.y; i++) {
-      const Row later = p.rows[i];
-      if (later.lane != row.lane) return;
-      if ((later.at + 1) / p.ratio <= score->most) continue;
-      index_queries(*queries, p, i, turn_of(p.inverse, p.rot, p.rows[i].pos, t % 64), queries_norm);
-      const float s = score8(eighths(*queries), *(const uint4*)(key + t % 16 * 8));
-      if (t == 0) score->scores[(uint64_t)i * score->blocks + row.at / p.ratio] = s;
-      __syncthreads();
-    }
     return;
   } else if (--unit < p.heads) {  // query
     in = p.qg + ((uint64_t)r * p.heads + unit) * 2 * p.hd, w = p.q_norm, out = p.q + ((uint64_t)r * p.heads + unit) * p.hd;
@@ -184,48 +141,277 @@ DEVICE void prepare(const PrepParams& p, uint32_t unit, const ScoreParams* score
   else if (t < width) out[t] = to_bf16(v[t]);
 }
 
-NINFER_KERNEL(prep, PrepParams, 256, 1) { prepare<false>(p, blockIdx.x, nullptr, nullptr); }
+NINFER_KERNEL(prep, PrepParams, 256, 1) { prepare(p, blockIdx.x); }
 
-// Scores of the blocks that earlier passes have completed, half a warp a key. FOUR: blocks of four tokens, so that the sixteen keys of a turn
-// are those of one page.
+// A head of 256 values in a warp, or of 128: value 32 j + lane. All sums and transforms are those of a block of 256 threads.
+DEVICE float head_sum(const float* x, int n) {
+  float p[8];
+#pragma unroll
+  for (int j = 0; j < 8; j++) p[j] = j < n ? warp_sum(x[j] * x[j]) : 0.0f;
+  return p[0] + p[4] + (p[2] + p[6]) + (p[1] + p[5] + (p[3] + p[7]));
+}
+DEVICE void head_turn(float* x, Turn turn) {
+  const float2 v = turned(x[0], x[1], turn);
+  x[0] = v.x, x[1] = v.y;
+}
+DEVICE void head_hadamard(float* x) {
+#pragma unroll
+  for (int h = 1; h < 32; h <<= 1)
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const float other = __shfl_xor_sync(~0u, x[j], h);
+      x[j] = threadIdx.x & h ? other - x[j] : x[j] + other;
+    }
+#pragma unroll
+  for (int h = 1; h < 8; h <<= 1)
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+      if (!(j & h)) {
+        const float a = x[j], b = x[j ^ h];
+        x[j] = a + b, x[j ^ h] = a - b;
+      }
+#pragma unroll
+  for (int j = 0; j < 8; j++) x[j] *= 1.0f / sqrtf(256.0f);
+}
+DEVICE void head_fp8(const float* x, uint8_t* codes, bf16* scale) {
+  float most = 0.0f;
+#pragma unroll
+  for (int j = 0; j < 8; j++) most = fmaxf(most, fabsf(x[j]));
+#pragma unroll
+  for (int o = 16; o; o >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
+  const bf16 word = fp8_scale(most);
+#pragma unroll
+  for (int j = 0; j < 8; j++) codes[32 * j + threadIdx.x % 32] = fp8_code(x[j], word);
+  if (threadIdx.x % 32 == 0) *scale = word;
+}
+
+// The index key of a complete block, its last token this row's or an older one's: x is what a lane has of it, from tokens in the planes or in rows of
+// this pass.
+DEVICE void block_key(const PrepParams& p, const Row& row, const uint32_t* pages, uint32_t block, Turn turn, const float* norm, float* x) {
+  const uint32_t r = blockIdx.y, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int j = 0; j < 4; j++) x[j] = 0.0f;
+  for (uint32_t i = 0; i < p.ratio; i++) {
+    const uint32_t token = block * p.ratio + i, back = row.at - token;
+    const bf16* from = back <= row.index ? p.index + ((uint64_t)(r - back) * 5 + 4) * 128 : p.raw + token_row(pages, token) * 128;
+#pragma unroll
+    for (int j = 0; j < 4; j++) x[j] += from_bf16(from[32 * j + lane]);
+  }
+#pragma unroll
+  for (int j = 0; j < 4; j++) x[j] = round_bf16(x[j] / p.ratio);
+  const float scale = 1.0f / sqrtf(head_sum(x, 4) / 128 + p.eps);
+#pragma unroll
+  for (int j = 0; j < 4; j++) x[j] = x[j] * scale * (1.0f + norm[j]);
+  head_turn(x, turn);
+}
+DEVICE Turn block_turn(const PrepParams& p, const Row& row, const uint32_t* pages, uint32_t block) {
+  const uint32_t token = block * p.ratio, back = row.at - token;
+  return turn_of(p.inverse, 64, back <= row.index ? p.rows[blockIdx.y - back].pos : p.positions + token_row(pages, token) * 3, threadIdx.x % 32);
+}
+
+// A warp's unit of a row: queries, keys, values, and the raw index key.
+DEVICE void prepare_warp(const PrepParams& p, uint32_t unit) {
+  const uint32_t r = blockIdx.y, lane = threadIdx.x % 32;
+  const Row row = p.rows[r];
+  const uint32_t* pages = p.pages + (uint64_t)row.slot * p.pages_ld;
+  const uint64_t token = token_row(pages, row.at);
+  const bool fp8 = p.key_scales != nullptr;
+  float x[8], norm[8];
+  if (unit < p.heads + p.kv) {
+    const bool is_key = unit >= p.heads;
+    const float* w = is_key ? p.k_norm : p.q_norm;
+    const bf16* in = is_key ? p.key + ((uint64_t)r * p.kv + unit - p.heads) * 256 : p.qg + ((uint64_t)r * p.heads + unit) * 512;
+    const Turn turn = turn_of(p.inverse, 64, p.rows[r].pos, lane);
+#pragma unroll
+    for (int j = 0; j < 8; j++) norm[j] = w[32 * j + lane];
+    pdl();
+#pragma unroll
+    for (int j = 0; j < 8; j++) x[j] = from_bf16(in[32 * j + lane]);
+    const float scale = 1.0f / sqrtf(head_sum(x, 8) / 256 + p.eps);
+#pragma unroll
+    for (int j = 0; j < 8; j++) x[j] = x[j] * scale * (1.0f + norm[j]);
+    head_turn(x, turn);
+    if (fp8) head_hadamard(x);
+    const uint64_t head = is_key ? token * p.kv + unit - p.heads : (uint64_t)r * p.heads + unit;
+    if (fp8 && is_key) {
+      head_fp8(x, (uint8_t*)p.keys + head * 256, p.key_scales + head);
+      return;
+    }
+    bf16* out = (is_key ? (bf16*)p.keys : p.q) + head * 256;
+#pragma unroll
+    for (int j = 0; j < 8; j++) out[32 * j + lane] = to_bf16(x[j]);
+  } else if (unit < p.heads + 2 * p.kv) {
+    unit -= p.heads + p.kv;
+    const bf16* in = p.value + ((uint64_t)r * p.kv + unit) * 256;
+    const uint64_t head = token * p.kv + unit;
+    pdl();
+    bf16 v[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) v[j] = in[32 * j + lane], x[j] = from_bf16(v[j]);
+    if (fp8) {
+      head_fp8(x, (uint8_t*)p.values + head * 256, p.value_scales + head);
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < 8; j++) ((bf16*)p.values)[head * 256 + 32 * j + lane] = v[j];
+  } else if (unit == p.heads + 2 * p.kv) {
+    const bool whole = (row.at + 1) % p.ratio == 0;
+    Turn turn = {0.0f, 1.0f};
+    if (whole) {
+      turn = block_turn(p, row, pages, row.at / p.ratio);
+#pragma unroll
+      for (int j = 0; j < 4; j++) norm[j] = p.ik_norm[32 * j + lane];
+    }
+    pdl();
+#pragma unroll
+    for (int j = 0; j < 4; j++) p.raw[token * 128 + 32 * j + lane] = p.index[((uint64_t)r * 5 + 4) * 128 + 32 * j + lane];
+    if (lane < 3) p.positions[token * 3 + lane] = p.rows[r].pos[lane];
+    if (!whole) return;
+    block_key(p, row, pages, row.at / p.ratio, turn, norm, x);
+    bf16* out = p.block_keys + Blocks(p.ratio).row(pages[row.at / kPage], row.at / p.ratio) * 128;
+#pragma unroll
+    for (int j = 0; j < 4; j++) out[32 * j + lane] = to_bf16(x[j]);
+  } else {
+    pdl();
+  }
+}
+
+// Index scores: a warp takes sixteen keys at a time, on tensor instructions. Each row of the instruction is a key of its own, so that a score is the
+// same whatever stands beside it.
+DEVICE void tensor_score(float* acc, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+struct IndexQueries {
+  __align__(16) bf16 q[4][128];
+};
+// The index queries of a row, normalised and rotated, a warp each; rot is 64, so that a lane has both values of a pair. turn and norm are the
+// lane's.
+DEVICE void index_queries(IndexQueries& s, const PrepParams& p, uint32_t r, Turn turn, const float* norm) {
+  const uint32_t h = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (h < 4) {
+    const bf16* in = p.index + ((uint64_t)r * 5 + h) * 128 + lane;
+    float x[4], sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 4; j++) x[j] = from_bf16(in[32 * j]), sum = fmaf(x[j], x[j], sum);
+    const float scale = 1.0f / sqrtf(warp_sum(sum) / 128 + p.eps);
+#pragma unroll
+    for (int j = 0; j < 4; j++) x[j] = x[j] * scale * (1.0f + norm[j]);
+    head_turn(x, turn);
+#pragma unroll
+    for (int j = 0; j < 4; j++) s.q[h][lane + 32 * j] = to_bf16(x[j]);
+  }
+  __syncthreads();
+}
+// What a lane has of a key or a query: sixteen bytes of each quarter of it.
+struct Fragment {
+  uint4 c[4];
+};
+DEVICE Fragment query_fragment(const IndexQueries& s) {
+  Fragment f;
+  const uint32_t g = threadIdx.x % 32 / 4, q4 = threadIdx.x % 4;
+#pragma unroll
+  for (int c = 0; c < 4; c++) f.c[c] = g < 4 ? *(const uint4*)(s.q[g] + c * 32 + q4 * 8) : make_uint4(0, 0, 0, 0);
+  return f;
+}
+// Scores of the keys of a lane, a and b: those of rows g and g + 8 of the instruction.
+DEVICE float2 score_of(const Fragment& a, const Fragment& b, const Fragment& q) {
+  float s[2][4] = {};
+#pragma unroll
+  for (int c = 0; c < 4; c++) {
+    tensor_score(s[0], a.c[c].x, b.c[c].x, a.c[c].y, b.c[c].y, q.c[c].x, q.c[c].y);
+    tensor_score(s[1], a.c[c].z, b.c[c].z, a.c[c].w, b.c[c].w, q.c[c].z, q.c[c].w);
+  }
+  float2 v;
+  v.x = fmaxf(s[0][0] + s[1][0], 0.0f) + fmaxf(s[0][1] + s[1][1], 0.0f);
+  v.y = fmaxf(s[0][2] + s[1][2], 0.0f) + fmaxf(s[0][3] + s[1][3], 0.0f);
+  v.x += __shfl_xor_sync(~0u, v.x, 1), v.y += __shfl_xor_sync(~0u, v.y, 1);
+  v.x *= 1.0f / sqrtf(128.0f), v.y *= 1.0f / sqrtf(128.0f);
+  return v;
+}
+
+// Scores of the blocks that earlier passes have completed. FOUR: blocks of four tokens, so that a tile is all of a page.
 template <bool FOUR>
 DEVICE void score_old(const PrepParams& prep, const ScoreParams& p, uint32_t block, uint32_t blocks_of_grid, IndexQueries& queries) {
-  const uint32_t r = blockIdx.y, t = threadIdx.x, half = t % 32 / 16;
+  const uint32_t r = blockIdx.y, t = threadIdx.x, g = t % 32 / 4, q4 = t % 4;
   const Row row = p.rows[r];
   const uint32_t n = (row.at + 1) / p.ratio, old = (row.at - row.index) / p.ratio;
-  uint32_t first = block * 16 + t / 32 * 2;  // the same in both halves of a warp
-  if (n <= p.most || block * 16 >= old) {
+  if (n <= p.most || block * 128 >= old) {
     pdl();
     return;
   }
   const uint32_t* pages = p.pages + (uint64_t)row.slot * p.pages_ld;
   const Blocks blocks(p.ratio);
-  const bf16* keys = p.keys + t % 16 * 8;
-  const uint32_t step = blocks_of_grid * 16;
-  // A block's page is asked for a turn before its key.
-  auto page_of = [&](uint32_t b) { return b < old ? pages[FOUR ? b / 16 : blocks.last(b) / kPage] : 0; };
-  auto fetch = [&](uint32_t b, uint32_t page) {
-    return b < old ? __ldcg((const uint4*)(keys + (FOUR ? (uint64_t)page * 16 + t / 16 : blocks.row(page, b)) * 128)) : make_uint4(0, 0, 0, 0);
+  auto row_of = [&](uint32_t b) { return b >= old ? 0 : FOUR ? pages[b / 16] * 16 + b % 16 : (uint32_t)blocks.row(pages[blocks.last(b) / kPage], b); };
+  auto fetch = [&](Fragment& f, uint32_t b, uint32_t row) {
+#pragma unroll
+    for (int c = 0; c < 4; c++) f.c[c] = b < old ? __ldcg((const uint4*)(p.keys + (uint64_t)row * 128 + c * 32 + q4 * 8)) : make_uint4(0, 0, 0, 0);
   };
-  uint32_t page = page_of(first + half), later = page_of(first + step + half);
-  uint4 next = fetch(first + half, page);
-  const Turn turn = turn_of(prep.inverse, prep.rot, prep.rows[r].pos, t % 64);
-  const float norm[2] = {prep.iq_norm[t % 64], prep.iq_norm[t % 64 + 64]};
+  const uint32_t step = blocks_of_grid * 128;
+  uint32_t at = block * 128 + t / 32 * 16 + g;
+  Fragment a, b;
+  fetch(a, at, row_of(at)), fetch(b, at + 8, row_of(at + 8));
+  uint32_t later[2] = {row_of(at + step), row_of(at + step + 8)};
+  const Turn turn = turn_of(prep.inverse, prep.rot, prep.rows[r].pos, t % 32);
+  float norm[4];
+#pragma unroll
+  for (int j = 0; j < 4; j++) norm[j] = prep.iq_norm[t % 32 + 32 * j];
   pdl();
   index_queries(queries, prep, r, turn, norm);
-  const Eighths e = eighths(queries);
-  for (; first < old; first += step) {
-    const uint4 key = next;
-    page = later, later = page_of(first + 2 * step + half);
-    next = fetch(first + step + half, page);
-    const float s = score8(e, key);
-    if (t % 16 == 0 && first + half < old) p.scores[(uint64_t)r * p.blocks + first + half] = s;
+  const Fragment q = query_fragment(queries);
+  for (; at - g < old; at += step) {
+    const Fragment x = a, y = b;
+    fetch(a, at + step, later[0]), fetch(b, at + step + 8, later[1]);
+    later[0] = row_of(at + 2 * step), later[1] = row_of(at + 2 * step + 8);
+    const float2 v = score_of(x, y, q);
+    float* to = p.scores + (uint64_t)r * p.blocks + at;
+    if (q4 == 0 && at < old) to[0] = v.x;
+    if (q4 == 1 && at + 8 < old) to[8] = v.y;
+  }
+}
+
+// Scores of the blocks that this pass completes, for a row that sees them: four warps make their keys once more.
+DEVICE void score_new(const PrepParams& p, const ScoreParams& score, IndexQueries& queries) {
+  __shared__ __align__(16) bf16 key[4][128];
+  const uint32_t r = blockIdx.y, t = threadIdx.x, warp = t / 32, lane = t % 32, g = lane / 4;
+  const Row row = p.rows[r];
+  const uint32_t n = (row.at + 1) / p.ratio, old = (row.at - row.index) / p.ratio;
+  if (n <= score.most || n == old) {
+    pdl();
+    return;
+  }
+  const uint32_t* pages = p.pages + (uint64_t)row.slot * p.pages_ld;
+  float norm[4];
+  Turn turn = {0.0f, 1.0f};
+#pragma unroll
+  for (int j = 0; j < 4; j++) norm[j] = (warp < 4 ? p.iq_norm : p.ik_norm)[32 * j + lane];
+  if (warp < 4) turn = turn_of(p.inverse, 64, p.rows[r].pos, lane);
+  else if (old + warp - 4 < n) turn = block_turn(p, row, pages, old + warp - 4);
+  pdl();
+  for (uint32_t first = old; first < n; first += 4) {
+    if (warp >= 4 && first + warp - 4 < n) {
+      if (first > old) turn = block_turn(p, row, pages, first + warp - 4);
+      float x[4];
+      block_key(p, row, pages, first + warp - 4, turn, norm, x);
+#pragma unroll
+      for (int j = 0; j < 4; j++) key[warp - 4][32 * j + lane] = to_bf16(x[j]);
+    }
+    if (first == old) index_queries(queries, p, r, turn, norm);  // waits for the keys as well
+    else __syncthreads();
+    Fragment k;
+#pragma unroll
+    for (int c = 0; c < 4; c++) k.c[c] = *(const uint4*)(key[g % 4] + c * 32 + t % 4 * 8);
+    const float2 s = score_of(k, k, query_fragment(queries));
+    if (warp == 0 && t % 4 == 0 && g < 4 && first + g < n) score.scores[(uint64_t)r * score.blocks + first + g] = s.x;
+    __syncthreads();
   }
 }
 
 NINFER_KERNEL(prep_score, PrepScoreParams, 256, 2) {
   __shared__ IndexQueries queries;
-  if (blockIdx.x < p.units) prepare<true>(p.prep, blockIdx.x, &p.score, &queries);
-  else if (p.score.ratio == 4) score_old<true>(p.prep, p.score, blockIdx.x - p.units, gridDim.x - p.units, queries);
-  else score_old<false>(p.prep, p.score, blockIdx.x - p.units, gridDim.x - p.units, queries);
+  if (blockIdx.x < p.units) prepare_warp(p.prep, blockIdx.x * 8 + threadIdx.x / 32);
+  else if (blockIdx.x == p.units) score_new(p.prep, p.score, queries);
+  else if (p.score.ratio == 4) score_old<true>(p.prep, p.score, blockIdx.x - p.units - 1, gridDim.x - p.units - 1, queries);
+  else score_old<false>(p.prep, p.score, blockIdx.x - p.units - 1, gridDim.x - p.units - 1, queries);
 }

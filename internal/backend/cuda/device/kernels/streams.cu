@@ -1,7 +1,7 @@
 // Residual streams: embedding, injection and norm, the drafter's stem, carried rows, the n-gram embedding's gate.
 //
 //   begin      copies the control block from the host. One block; kernels after the next may read the block before their wait.
-//   embed      every stream of a row is its token's embedding, or its media vector. Grid: row.
+//   embed      every stream of a row is its token's embedding, or its media vector. Grid: 256 values, row.
 //   inject     x = bf16(x + inject*y), then n = x/rms(x) * (1 + w) a stream, FP32. Grid: stream, row.
 //   stem_norm  e = norm(embedding), hidden = norm over all carried streams, BF16. Grid: 2, row.
 //   stem_add   x[s] = hidden[s] + e.
@@ -17,6 +17,7 @@
 #include "sizes_gen.cuh"
 
 NINFER_KERNEL(begin, BeginParams, 256, 1) {
+  pdl_trigger();  // the next kernel waits before it reads the block, and lets none begin before that
   pdl_wait();
   for (uint32_t i = threadIdx.x; i < p.n; i += 256) {
     uint4 v;
@@ -27,12 +28,12 @@ NINFER_KERNEL(begin, BeginParams, 256, 1) {
 
 NINFER_KERNEL(embed, EmbedParams, 256, 1) {
   pdl();
-  const Row row = p.rows[blockIdx.x];
-  bf16* x = p.x + (uint64_t)blockIdx.x * p.s * p.h;
-  for (uint32_t c = threadIdx.x; c < p.h; c += 256) {
-    const float v = row.media ? p.media[(uint64_t)(row.media - 1) * p.h + c] : value(p.w, row.token, c);
-    for (uint32_t s = 0; s < p.s; s++) x[s * p.h + c] = to_bf16(v);
-  }
+  const Row row = p.rows[blockIdx.y];
+  const uint32_t c = blockIdx.x * 256 + threadIdx.x;
+  if (c >= p.h) return;
+  bf16* x = p.x + (uint64_t)blockIdx.y * p.s * p.h + c;
+  const float v = row.media ? p.media[(uint64_t)(row.media - 1) * p.h + c] : value(p.w, row.token, c);
+  for (uint32_t s = 0; s < p.s; s++) x[s * p.h] = to_bf16(v);
 }
 
 NINFER_KERNEL(inject, InjectParams, 256, 1) {
@@ -100,7 +101,7 @@ NINFER_KERNEL(carry, CarryParams, 256, 1) {
 }
 
 NINFER_KERNEL(table, TableParams, 256, 1) {
-  pdl();
+  // No kernel of the step writes what the host does, and the number was there two kernels ago: the wait is for the results only.
   if (threadIdx.x == 0) {
     const uint32_t number = __ldcg(p.number);
     uint64_t start = 0, now;
@@ -125,6 +126,7 @@ NINFER_KERNEL(table, TableParams, 256, 1) {
       for (uint32_t j = i; j < bytes; j++) ((uint8_t*)&v)[j - i] = *(const volatile uint8_t*)(from + j);
     *(uint4*)(raw + i) = v;
   }
+  pdl();
   __syncthreads();
   for (uint32_t i = threadIdx.x; i < rows * p.width; i += 256) {
     const uint8_t* row = raw + i / p.width * p.row_bytes;
