@@ -199,4 +199,16 @@ func launches(t *testing.T, l *loaded, card drivertest.Card, small bool) {
 	_, err = r.Drafts(&backend.Control{Lanes: all}, 4)
 	must(err)
 	none("drafts", "expert_up", "attend", "merge", "score", "pick", "route")
+	// Of the rows that a lane alone has kept only the last goes further than the caches.
+	four := backend.LaneRows{Lane: 0, Tokens: []int32{1, 2, 3, 4}, Positions: model.Positions(d.Lengths(backend.Lane(0)).Target, 4), Want: backend.WantAll}
+	_, err = r.Launch(backend.Verify, &backend.Control{Lanes: []backend.LaneRows{four}})
+	must(err)
+	must(d.Commit(0, 3))
+	gpu.Launched = gpu.Launched[:0]
+	_, err = r.Drafts(&backend.Control{Lanes: []backend.LaneRows{{Lane: 0, Tokens: make([]int32, 3), Want: backend.WantLast}}}, 2)
+	must(err)
+	none("drafts of a lane", "expert_gate_up_rows", "expert_down_rows", "gather", "inject", "stem_add")
+	if n := gpu.Count("report"); n != 3 {
+		t.Errorf("drafts of a lane: %d passes, want 3", n)
+	}
 }

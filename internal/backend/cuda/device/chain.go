@@ -33,38 +33,35 @@ func (s *step) use(c *driver.Context, depth int) error {
 		size := len(s.report)
 		s.slots = append(s.slots, slot{control, s.reports[len(s.slots)*size:][:size]})
 	}
-	if depth > 0 && s.zero == 0 {
-		l := &loader{s: s, c: c}
-		s.zero = l.zeros("zero", 16)
-		if l.err != nil {
-			return l.err
-		}
-		if err := c.SyncStream(s.d.stream); err != nil {
-			return err
-		}
-	}
 	s.depth, s.control, s.report = depth, s.slots[depth].control, s.slots[depth].report
 	return nil
 }
 
-// follow gives the rows of a chained pass the picks of the pass before, and those of a pass behind a chain the picks of its passes.
-func (p *pass) follow() error {
+// start brings the control block to the GPU and gives the rows of a chained pass the picks of the pass before, and those of a pass behind a chain the
+// picks of its passes.
+func (p *pass) start() error {
+	host, n := driver.Ptr(uintptr(unsafe.Pointer(&p.s.control[0]))), uint32(len(p.s.control)/16)
+	if p.s.depth > 0 {
+		q := kernels.GatherParams{List: host, X: p.s.head.picked, Out: p.s.block, Width: n, N: uint32(len(p.rows))}
+		return start(p, kernels.BeginChained, 1, 1, 1, 0, &q)
+	}
+	if err := start(p, kernels.Begin, 1, 1, 1, 0, &kernels.BeginParams{Host: host, Device: p.s.block, N: n}); err != nil {
+		return err
+	}
 	if c := p.s.behind; c != nil {
 		picks := driver.Ptr(uintptr(unsafe.Pointer(&c.reports[4])))
 		q := kernels.GatherParams{X: picks, Out: p.s.rows, Width: uint32(len(c.report) / 4), N: uint32(len(p.rows))}
 		return start(p, kernels.DraftedTokens, 1, 1, 1, 0, &q)
 	}
-	if p.s.depth == 0 {
-		return nil
-	}
-	for i := range p.rows {
-		token := p.s.rows + driver.Ptr(i*sizeOfRow) + tokenOffset
-		q := kernels.GatherParams{List: p.s.zero, X: p.s.head.picked + driver.Ptr(4*i), Out: token, Width: 2, N: 1} // a token is as large as two BF16
-		if err := start(p, kernels.Gather, 1, 1, 1, 0, &q); err != nil {
-			return err
-		}
-	}
 	return nil
+}
+
+// narrow leaves the rows of a first draft pass that are there for their keys and values only: from here on its last row is computed alone. The rows of
+// several lanes do not end side by side.
+func (p *pass) narrow() {
+	if n := len(p.rows); p.plain && p.s.program.Pass.Kind == backend.Draft && len(p.lanes) == 1 && len(p.wanted) == 1 && int(p.wanted[0]) == n-1 {
+		p.from = n - 1
+	}
 }
 
 // Chain is of backend.Chainer.

@@ -56,7 +56,7 @@ func (s *step) bf16MoE(l *loader, op backend.MoE) func(*pass) error {
 	}
 	sms := d.owner.Device().SMs
 	return func(p *pass) error {
-		for r := 0; r < len(p.rows); r += kernels.MaxRows {
+		for r := p.from; r < len(p.rows); r += kernels.MaxRows {
 			at := driver.Ptr(r)
 			q := plans[min(kernels.MaxRows, len(p.rows)-r)]
 			q.p.X, q.p.Router, q.p.RouterScale, q.p.Gate, q.p.GateScale = first.X+at*driver.Ptr(2*h), router.w, router.scale, gate.w, gate.scale
@@ -66,12 +66,19 @@ func (s *step) bf16MoE(l *loader, op backend.MoE) func(*pass) error {
 				return err
 			}
 		}
-		if err := p.route(op, plain.RouteWide, route, forced); err != nil {
+		at, rows := driver.Ptr(p.from), len(p.rows)-p.from
+		route, first, second := route, first, second
+		route.Logits += at * driver.Ptr(4*w.Experts)
+		first.X += at * driver.Ptr(2*h)
+		second.Gate += at * 4
+		second.Shared += at * driver.Ptr(2*w.Inter)
+		second.Out += at * driver.Ptr(2*h)
+		if err := p.route(op, plain.RouteWide, rows, route, forced); err != nil {
 			return err
 		}
-		if err := start(p, plain.ExpertUpWide, 2*sms, len(p.rows), 1, 0, &first); err != nil {
+		if err := start(p, plain.ExpertUpWide, 2*sms, rows, 1, 0, &first); err != nil {
 			return err
 		}
-		return start(p, plain.ExpertDownWide, tiles(h, 20), len(p.rows), 1, uint32(2*(w.TopK+1)*w.Inter), &second)
+		return start(p, plain.ExpertDownWide, tiles(h, 20), rows, 1, uint32(2*(w.TopK+1)*w.Inter), &second)
 	}
 }

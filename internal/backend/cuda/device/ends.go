@@ -33,6 +33,10 @@ func (s *step) preparePLEJoin(c *driver.Context, op backend.PLEJoin) (func(*pass
 		Lanes: s.lanes, X: gate.Vn, W: l.vector(w.Conv), Window: d.states[op.Window].at, Records: d.states[op.Window].records,
 		V: gate.V, Streams: in.X, C: uint32(width), Taps: uint32(w.Taps), Dilation: uint32(w.Dilation), Verify: uint32(d.opt.Verify),
 	}
+	convolve, channels := kernels.Conv, 256
+	if !d.opt.Plain && w.Taps == 4 && w.Dilation == 3 && s.program.Pass.Kind == backend.Verify && d.opt.Verify <= 8 {
+		convolve, channels = kernels.ConvRows, 128
+	}
 	l.check(s.table != nil && s.table.k.Out == s.bufs[op.In], "no rows of the n-gram table for it")
 	s.brings(op.Window, s.folder(conv))
 	s.history = true
@@ -51,7 +55,7 @@ func (s *step) preparePLEJoin(c *driver.Context, op backend.PLEJoin) (func(*pass
 		if err := start(p, gater, int(in.S), len(p.rows), 1, 0, &gate); err != nil {
 			return err
 		}
-		return start(p, kernels.Conv, tiles(width, 256), len(p.lanes), 1, 0, &conv)
+		return start(p, convolve, tiles(width, channels), len(p.lanes), 1, 0, &conv)
 	}, l.err
 }
 
@@ -74,9 +78,16 @@ func (s *step) prepareStem(c *driver.Context, op backend.Stem) (func(*pass) erro
 	if !d.opt.Plain && h <= 4096 && h%8 == 0 {
 		normer, blocks = kernels.StemWide, 1+width/h
 	}
+	join, ok := d.stemJoin(pe.M, ph.M, width)
 	return func(p *pass) error {
 		if err := start(p, normer, blocks, len(p.rows), 1, 0, &norm); err != nil {
 			return err
+		}
+		if ok {
+			g := kernels.GemvParams{X: norm.Hidden, R: uint32(len(p.rows) * width / h), XLd: uint32(h), Parts: 2}
+			g.Part[0], g.Part[1] = ph, pe
+			g.Part[0].Out, g.Part[1].Out = add.X, norm.E
+			return start(p, join, tiles(h, kernels.StemColumns), 1, 1, 0, &g)
 		}
 		if err := p.gemv(norm.E, 2, h, len(p.rows), pe); err != nil {
 			return err
@@ -90,9 +101,37 @@ func (s *step) prepareStem(c *driver.Context, op backend.Stem) (func(*pass) erro
 	}, l.err
 }
 
+// stemJoin is the kernel that multiplies and adds what a stem of that width consists of, if there is one for these matrices.
+func (d *Device) stemJoin(embed, hidden kernels.Mat, width int) (kernels.ID, bool) {
+	a, ok := tunedMatrix(embed)
+	b, fits := tunedMatrix(hidden)
+	k := int(embed.K)
+	if d.opt.Plain || !ok || !fits || a.format != b.format || a.flags != b.flags || k%16 != 0 || k > 2560 || width != 4*k ||
+		int(embed.Rows) != k || int(hidden.Rows) != k || int(hidden.K) != k || embed.Stride%16 != 0 || hidden.Stride%16 != 0 {
+		return 0, false
+	}
+	switch a.format {
+	case tuned.FormatBF16:
+		return kernels.StemProjectBf16, true
+	case tuned.FormatE4M3:
+		return kernels.StemProjectE4m3, true
+	}
+	return 0, false
+}
+
+// prepareCarry keeps streams for the drafter. Where a mix follows, that adds the injection that is pending, and the rows are kept behind it.
 func (s *step) prepareCarry(_ *driver.Context, op backend.Carry) (func(*pass) error, error) {
-	in := s.injection(op.X, false)
 	s.carries = true
+	if i := slices.Index(s.program.Ops, backend.Op(op)); s.few == nil && i+1 < len(s.program.Ops) {
+		if next, ok := s.program.Ops[i+1].(backend.Mix); ok && next.X == op.X {
+			s.late = func() (func(*pass) error, error) { return s.carry(op, kernels.InjectParams{X: s.bufs[op.X.X]}) }
+			return nil, nil
+		}
+	}
+	return s.carry(op, s.injection(op.X, false))
+}
+
+func (s *step) carry(op backend.Carry, in kernels.InjectParams) (func(*pass) error, error) {
 	carry := kernels.CarryParams{
 		Rows: s.rows, Lanes: s.lanes, X: in.X, Carried: s.d.states[op.Out].at, Chain: s.d.chain,
 		Width: uint32(s.program.Bufs[op.X.X].Width), Carry: uint32(s.d.opt.Carry),
@@ -104,15 +143,22 @@ func (s *step) prepareCarry(_ *driver.Context, op backend.Carry) (func(*pass) er
 		return nil, fmt.Errorf("streams of %d, carried rows of %d", carry.Width, s.d.chained)
 	}
 	return func(p *pass) error {
+		at, rows := driver.Ptr(p.from), len(p.rows)-p.from
+		in, carry := in, carry
+		in.X += at * driver.Ptr(2*carry.Width)
+		carry.X += at * driver.Ptr(2*carry.Width)
+		carry.Rows += at * driver.Ptr(sizeOfRow)
 		if in.Y != 0 {
-			if err := start(p, kernels.Inject, int(in.S), len(p.rows), 1, 0, &in); err != nil {
+			in.Y += at * driver.Ptr(2*in.H)
+			in.Inject += at * driver.Ptr(4*in.S)
+			if err := start(p, kernels.Inject, int(in.S), rows, 1, 0, &in); err != nil {
 				return err
 			}
 		}
 		if !s.d.opt.Plain && carry.Width%8 == 0 {
-			return start(p, kernels.CarryWide, tiles(int(carry.Width), 2048), len(p.rows), 1, 0, &carry)
+			return start(p, kernels.CarryWide, tiles(int(carry.Width), 2048), rows, 1, 0, &carry)
 		}
-		return start(p, kernels.Carry, len(p.rows), 1, 1, 0, &carry)
+		return start(p, kernels.Carry, rows, 1, 1, 0, &carry)
 	}, nil
 }
 
@@ -183,8 +229,8 @@ func (s *step) prepareHead(c *driver.Context, op backend.Head) (func(*pass) erro
 		if n == 0 {
 			return nil
 		}
-		x := hd.in
-		if n < len(p.rows) { // all of them are in order
+		x := hd.in + driver.Ptr(2*hd.h*p.from)
+		if n < len(p.rows)-p.from { // all of them are in order
 			x = hd.packed
 			if err := start(p, kernels.Gather, n, 1, 1, 0, &kernels.GatherParams{List: s.want, X: hd.in, Out: x, Width: uint32(hd.h), N: uint32(n)}); err != nil {
 				return err

@@ -461,7 +461,18 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 				}
 			}
 		}
-		if err := start(p, kernels.SelectBlocks, segments, len(p.rows), 1, 0, &choose); err != nil {
+		p.narrow()
+		at, rows := driver.Ptr(p.from), len(p.rows)-p.from
+		chosen, group, join, attend, merge, out := choose, group, join, attend, merge, out
+		chosen.Rows += at * driver.Ptr(sizeOfRow)
+		chosen.Scores += at * driver.Ptr(4*max(blocks, 1))
+		group.Rows, join.Rows = chosen.Rows, chosen.Rows
+		group.Q += at * driver.Ptr(2*qw)
+		attend.Q += at * driver.Ptr(2*qw)
+		join.Qg += at * driver.Ptr(4*qw)
+		merge.Qg += at * driver.Ptr(4*qw)
+		out.Out += at * driver.Ptr(2*w.Out.N)
+		if err := start(p, kernels.SelectBlocks, segments, rows, 1, 0, &chosen); err != nil {
 			return err
 		}
 		if !p.plain {
@@ -471,24 +482,24 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 		}
 		if grouped {
 			attend, merge, n := attendUnits, kernels.MergeUnits, 2*pairs
-			if len(p.rows) > 1 {
+			if rows > 1 {
 				attend, merge, n = attendPairs, kernels.MergePairs, pairs
 			}
-			if err := start(p, attend, w.KVHeads, len(p.rows), n, 0, &group); err != nil {
+			if err := start(p, attend, w.KVHeads, rows, n, 0, &group); err != nil {
 				return err
 			}
-			if err := start(p, merge, w.Heads, len(p.rows), 4, 0, &join); err != nil {
+			if err := start(p, merge, w.Heads, rows, 4, 0, &join); err != nil {
 				return err
 			}
-			return p.gemv(join.Out, 2, qw, len(p.rows), out)
+			return p.gemv(join.Out, 2, qw, rows, out)
 		}
-		if err := start(p, kernels.Attend, w.Heads, len(p.rows), splits, 0, &attend); err != nil {
+		if err := start(p, kernels.Attend, w.Heads, rows, splits, 0, &attend); err != nil {
 			return err
 		}
-		if err := start(p, kernels.Merge, w.Heads, len(p.rows), 1, 0, &merge); err != nil {
+		if err := start(p, kernels.Merge, w.Heads, rows, 1, 0, &merge); err != nil {
 			return err
 		}
-		return p.gemv(merge.Out, 2, qw, len(p.rows), out)
+		return p.gemv(merge.Out, 2, qw, rows, out)
 	}, l.err
 }
 
@@ -599,7 +610,7 @@ func (s *step) prepareMoE(c *driver.Context, op backend.MoE) (func(*pass) error,
 		if err := p.gemv(s.bufs[op.In], 2, h, len(p.rows), parts...); err != nil {
 			return err
 		}
-		if err := p.route(op, kernels.Route, route, forced); err != nil {
+		if err := p.route(op, kernels.Route, len(p.rows), route, forced); err != nil {
 			return err
 		}
 		if err := start(p, kernels.ExpertUp, tiles(widest, 8), w.TopK+1, len(p.rows), 0, &up); err != nil {
@@ -609,8 +620,8 @@ func (s *step) prepareMoE(c *driver.Context, op backend.MoE) (func(*pass) error,
 	}, l.err
 }
 
-// route runs a kernel that chooses the experts of each row, or takes those that a test forces, and notes them where they are traced.
-func (p *pass) route(op backend.MoE, kernel kernels.ID, q kernels.RouteParams, forced driver.Ptr) error {
+// route runs a kernel that chooses the experts of each of so many rows, or takes those that a test forces, and notes them where they are traced.
+func (p *pass) route(op backend.MoE, kernel kernels.ID, rows int, q kernels.RouteParams, forced driver.Ptr) error {
 	if !p.plain {
 		on, err := p.forceExperts(op, forced)
 		if err != nil {
@@ -620,7 +631,7 @@ func (p *pass) route(op backend.MoE, kernel kernels.ID, q kernels.RouteParams, f
 			q.Forced = forced
 		}
 	}
-	if err := start(p, kernel, len(p.rows), 1, 1, 0, &q); err != nil {
+	if err := start(p, kernel, rows, 1, 1, 0, &q); err != nil {
 		return err
 	}
 	if p.plain {

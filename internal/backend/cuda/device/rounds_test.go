@@ -185,7 +185,8 @@ func best(line []float32) int {
 	return b
 }
 
-// A chain of drafts gives what its passes give one by one, launched directly and replayed, and so does a verifying pass behind it.
+// A chain of drafts gives what its passes give one by one, launched directly and replayed, and so does a verifying pass behind it. A lane alone, whose
+// first pass computes its last row only, drafts what it drafts beside others.
 func TestChain(t *testing.T) {
 	m := subject(t)
 	lengths, more, rounds := []int{40, 3, 77}, 4, 4
@@ -301,8 +302,18 @@ func TestChain(t *testing.T) {
 		}
 		return out
 	}
+	var alone [][]int32
 	for _, which := range [][]int{{1}, {0, 1, 2}} {
 		want := run(which, oneByOne)
+		if alone == nil {
+			alone = want
+		} else {
+			for i, ids := range alone {
+				if got := want[3*i+1]; !slices.Equal(got, ids) {
+					t.Errorf("lane 1 alone has %v, beside others %v", ids, got)
+				}
+			}
+		}
 		for _, way := range []int{chained, behind} {
 			if got := run(which, way); !slices.EqualFunc(got, want, slices.Equal[[]int32]) {
 				t.Errorf("lanes %v, way %d: %v, passes one by one %v", which, way, got, want)

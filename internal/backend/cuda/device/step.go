@@ -31,6 +31,7 @@ type step struct {
 	fixed   []backend.StateID // Fixed states on the device that the program brings forward
 	history bool              // it advances the n-gram history
 	carries bool
+	late    func() (func(*pass) error, error) // makes what keeps carried rows behind the mix that follows; while compiling
 	stem    bool
 	inspect bool // it has a tap: never captured
 
@@ -59,7 +60,6 @@ type step struct {
 	drafts  [][]int32    // its picks, once they are known
 	end     driver.Event // of that chain
 
-	zero   driver.Ptr
 	head   *head
 	embed  *embed
 	graphs map[shape]*graph
@@ -94,6 +94,7 @@ type pass struct {
 	logits bool    // some lane needs them
 	likely bool    // some lane wants likely ids, and none logits
 	plain  bool    // nothing looks inside or forces: fit for a graph
+	from   int     // the first row that what follows is computed of; those before it were only to be in the caches
 }
 
 // Pass is the shape the step was compiled for.
@@ -173,9 +174,7 @@ func (d *Device) Compile(p *backend.Program) (backend.Step, error) {
 const (
 	sizeOfRow = int(unsafe.Sizeof(kernels.Row{}))
 	laneBytes = int(unsafe.Sizeof(kernels.Lane{}))
-	// where a row has its token
-	tokenOffset = driver.Ptr(unsafe.Offsetof(kernels.Row{}.Token))
-	header      = 16 // bytes of the control block before its rows
+	header    = 16 // bytes of the control block before its rows
 )
 
 func (s *step) compile(c *driver.Context) (err error) {
@@ -218,22 +217,39 @@ func (s *step) compile(c *driver.Context) (err error) {
 		}
 		s.bufs = append(s.bufs, p)
 	}
+	var carried backend.Op
 	for _, op := range s.program.Ops {
 		run, err := s.prepare(c, op)
 		if err != nil {
 			return fmt.Errorf("%v: %w", op, err)
 		}
-		if run != nil {
-			s.names = append(s.names, op.String())
-			s.run = append(s.run, func(p *pass) error {
-				if err := run(p); err != nil {
-					return fmt.Errorf("%v: %w", op, err)
-				}
-				return nil
-			})
+		s.add(op, run)
+		if carried != nil && s.late != nil {
+			run, err := s.late()
+			if s.late = nil; err != nil {
+				return fmt.Errorf("%v: %w", carried, err)
+			}
+			s.add(carried, run)
+		}
+		if carried = nil; s.late != nil {
+			carried = op
 		}
 	}
 	return c.SyncStream(s.d.stream)
+}
+
+// add puts an operation's launches, if there are any, behind those of the others.
+func (s *step) add(op backend.Op, run func(*pass) error) {
+	if run == nil {
+		return
+	}
+	s.names = append(s.names, op.String())
+	s.run = append(s.run, func(p *pass) error {
+		if err := run(p); err != nil {
+			return fmt.Errorf("%v: %w", op, err)
+		}
+		return nil
+	})
 }
 
 // start launches a kernel, which may begin before the one ahead of it has ended.
@@ -500,13 +516,10 @@ func (p *pass) graph() (exec driver.Exec, fresh *graph) {
 }
 
 func (p *pass) direct() error {
-	begin := kernels.BeginParams{Host: driver.Ptr(uintptr(unsafe.Pointer(&p.s.control[0]))), Device: p.s.block, N: uint32(len(p.s.control) / 16)}
-	if err := start(p, kernels.Begin, 1, 1, 1, 0, &begin); err != nil {
+	if err := p.start(); err != nil {
 		return err
 	}
-	if err := p.follow(); err != nil {
-		return err
-	}
+	p.from = 0
 	for i, run := range p.s.run {
 		if w := p.s.d.watch; w != nil {
 			w.enter(p.s.names[i])

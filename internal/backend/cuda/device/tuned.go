@@ -284,7 +284,7 @@ func (s *step) tunedMix(l *loader, op backend.Mix) func(*pass) error {
 	s.bufs[op.X.X], s.other[op.X.X] = other, x
 	scale := down.flags & kernels.PartScaleF32 / kernels.PartScaleF32
 	return func(p *pass) error {
-		for r := 0; r < len(p.rows); r += most {
+		for r := p.from; r < len(p.rows); r += most {
 			at := driver.Ptr(r)
 			q := plans[min(most, len(p.rows)-r)]
 			q.down.X, q.down.XOut = x+at*driver.Ptr(2*width), xOut+at*driver.Ptr(2*width)
@@ -424,7 +424,7 @@ func (s *step) tunedMoE(l *loader, op backend.MoE) func(*pass) error {
 	s.mixtures++
 	later := len(s.ahead)
 	return func(p *pass) error {
-		for r := 0; r < len(p.rows); r += kernels.MaxRows {
+		for r := p.from; r < len(p.rows); r += kernels.MaxRows {
 			at := driver.Ptr(r)
 			q := all[min(kernels.MaxRows, len(p.rows)-r)]
 			x := in + at*driver.Ptr(2*h)

@@ -157,7 +157,7 @@ func (g *GPU) Call(fn uintptr, a []uintptr) uintptr {
 			g.refused = append([]byte(err.Error()), 0)
 			return refused
 		}
-		if p := *at[*[64]byte](a, 2); l.kernel == "begin" || l.kernel == "report" || l.kernel == "sizes" {
+		if p := *at[*[64]byte](a, 2); l.kernel == "begin" || l.kernel == "begin_chained" || l.kernel == "report" || l.kernel == "sizes" {
 			l.params = slices.Clone(p[:])
 		}
 		if g.capture {
@@ -266,6 +266,9 @@ func (g *GPU) run(l launch) {
 	case "begin":
 		q := (*kernels.BeginParams)(p)
 		g.numbers[q.Device] = *(*uint32)(pointer(q.Host))
+	case "begin_chained":
+		q := (*kernels.GatherParams)(p)
+		g.numbers[q.Out] = *(*uint32)(pointer(q.List))
 	case "report":
 		q := (*kernels.ReportParams)(p)
 		*(*uint32)(pointer(q.Done)) = g.numbers[q.Number]

@@ -52,6 +52,9 @@ const (
 // LikelyIDs is how many ids Likely finds.
 const LikelyIDs = 128
 
+// StemColumns is how many columns of the streams a block of a StemProject kernel makes.
+const StemColumns = 24
+
 // ProjectRows is how many activation rows a Project kernel takes at most.
 const ProjectRows = 8
 

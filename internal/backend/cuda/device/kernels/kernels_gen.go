@@ -31,6 +31,10 @@ const (
 	DeltaRows                  // DeltaParams
 	DeltaTurns                 // DeltaParams
 	StemWide                   // StemParams
+	StemProjectBf16            // GemvParams
+	StemProjectE4m3            // GemvParams
+	BeginChained               // GatherParams
+	ConvRows                   // ConvParams
 	CarryWide                  // CarryParams
 	DraftedTokens              // GatherParams
 	RouteWide                  // RouteParams
@@ -90,6 +94,10 @@ var table = code.Table[ID]{
 		{Name: "delta_rows", Source: "delta", Threads: (288)},
 		{Name: "delta_turns", Source: "delta", Threads: (128)},
 		{Name: "stem_wide", Source: "drafts", Threads: (512)},
+		{Name: "stem_project_bf16", Source: "drafts", Threads: 320},
+		{Name: "stem_project_e4m3", Source: "drafts", Threads: 320},
+		{Name: "begin_chained", Source: "drafts", Threads: 256},
+		{Name: "conv_rows", Source: "drafts", Threads: 128},
 		{Name: "carry_wide", Source: "drafts", Threads: 256},
 		{Name: "drafted_tokens", Source: "drafts", Threads: 128},
 		{Name: "route_wide", Source: "drafts", Threads: 32},
