@@ -187,8 +187,10 @@ func launches(t *testing.T, l *loaded, card drivertest.Card, small bool) {
 	step("drafts in three lanes", 0, backend.LaneRows{Lane: 0, Tokens: []int32{1, 2, 3, 4}, Positions: model.Positions(9001, 4), Want: backend.WantAll},
 		backend.LaneRows{Lane: 1, Tokens: []int32{1}, Positions: model.Positions(9001, 1), Want: backend.WantAll},
 		backend.LaneRows{Lane: 2, Tokens: []int32{1, 2, 3}, Positions: model.Positions(9001, 3), Want: backend.WantAll})
+	none("drafts in three lanes", "delta_rows")
+	step("drafts in one lane", 0, backend.LaneRows{Lane: 3, Tokens: []int32{1, 2, 3, 4}, Positions: model.Positions(9001, 4), Want: backend.WantAll})
 	if n, m := gpu.Count("delta_rows"), gpu.Count("delta_quarters"); n != 36 || m != 0 {
-		t.Errorf("drafts in three lanes launch delta_rows %d times and delta_quarters %d times, want 36 and 0", n, m)
+		t.Errorf("drafts in one lane launch delta_rows %d times and delta_quarters %d times, want 36 and 0", n, m)
 	}
 	gpu.Launched = gpu.Launched[:0]
 	all = nil

@@ -299,15 +299,14 @@ func (s *step) prepareGDN(c *driver.Context, op backend.GDN) (func(*pass) error,
 	}, l.err
 }
 
-// quarters launches the delta rule with four blocks a head: for more lanes of a row each than fit on the GPU, as many at a time as do.
+// quarters launches the delta rule with four blocks a head: for more lanes of a row each than fit on the GPU, as many at a time as do. Several rows
+// of one lane have a kernel of their own, of which only two blocks fit on an SM: several lanes would take turns.
 func (p *pass) quarters(heads int, params kernels.DeltaParams) error {
 	const resident = 3 // blocks on an SM
 	rows, lanes, most := len(p.rows), len(p.lanes), max(1, resident*p.s.d.owner.Device().SMs/(4*heads))
 	switch {
-	case rows > lanes:
+	case lanes == 1 && rows > 1:
 		params.Trigger = 1 // it takes long enough that the next kernel's weights are better asked for behind its own loads
-		return start(p, kernels.DeltaRows, heads, lanes, 4, 0, &params)
-	case lanes == 1:
 		return start(p, kernels.DeltaRows, heads, lanes, 4, 0, &params)
 	case p.s.program.Pass.Kind != backend.Decode || lanes <= most:
 		return start(p, kernels.DeltaQuarters, heads, lanes, 4, 0, &params)

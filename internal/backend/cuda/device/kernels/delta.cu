@@ -6,7 +6,7 @@
 //   delta           behind the convolution, with the norm; S in shared memory. Grid: head, lane.
 //   delta_quarters  convolution of four taps and the rule for heads of 128, a quarter of a head's columns a block, S in registers and there before the wait; the
 //                   norm's factor is left to the next product (project.cu). Rows one after the other. Grid: head, lane, quarter.
-//   delta_rows      the same for lanes of several rows: what does not depend on the row before is done for eight at once. Grid: head, lane, quarter.
+//   delta_rows      the same for a lane of several rows: what does not depend on the row before is done for eight at once. Grid: head, lane, quarter.
 //   delta_turns     the same for many lanes of a row each. Grid: head, lanes at a time, quarter.
 //
 // The last three make the same sums: a row has the same bits in each.
@@ -243,7 +243,7 @@ DEVICE void ask_records(float (*held)[128 + 36], const Ring& record, uint32_t re
   }
 }
 
-// The row of a window's sequence that lies back rows behind the last one: window and records are one.
+// Row j of the three before a lane's first: window and recorded rows are one sequence.
 DEVICE const bf16* before(const DeltaParams& p, const Lane& lane, uint32_t j, uint32_t c) {
   const uint32_t at = lane.fold + j;
   return at < 3 ? p.window + (uint64_t)(lane.slot * 3 + at) * c : p.inputs + (uint64_t)(lane.slot * p.verify + at - 3) * c;
@@ -277,7 +277,7 @@ DEVICE void end_row(const DeltaParams& p, uint32_t row, uint32_t head, uint32_t 
   p.gated[at * 128 + quarter * 32 + own] = to_bf16(o * norm * sigmoid(lo(z)));
 }
 
-NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 3) {
+NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 1) {
   constexpr uint32_t D = 128;
   __shared__ __align__(16) float raw[2 * D + 32], parts[4][4], held[kHeld][D + 36];  // query, key, value; a warp's sums; records
   __shared__ __align__(16) float2 sums[4][32];
@@ -371,12 +371,13 @@ NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 3) {
   }
 }
 
-// In 288 threads: each convolves a channel of all rows, eight warps make a row ready each, which one has the rows' decays, and four have the state.
+// In 288 threads: each convolves a channel of all rows, eight warps make a row ready each, the ninth has the rows' decays, and four have the state.
 NINFER_KERNEL(delta_rows, DeltaParams, kRows, 2) {
   constexpr uint32_t D = 128;
   __shared__ __align__(16) float raw[kAtOnce][kRows];  // of each row: query, key, value; then query and key of norm 1
   __shared__ __align__(16) float scalars[kAtOnce][4], made[kAtOnce][32], held[kHeld][D + 36];
   __shared__ __align__(16) float2 sums[2][4][32];
+  __shared__ unsigned short gates[kAtOnce][32];
   const Lane lane = lane_of(p.lanes + blockIdx.y);
   if (p.trigger == 0) pdl_trigger();
   const uint32_t head = blockIdx.x, quarter = blockIdx.z, key_head = head * p.key_heads / p.heads, c = (2 * p.key_heads + p.heads) * D;
@@ -416,14 +417,13 @@ NINFER_KERNEL(delta_rows, DeltaParams, kRows, 2) {
 #pragma unroll
     for (uint32_t r = 0; r < kAtOnce; r++) x[r] = r < n ? fresh(line + r * c) : 0;
     const uint64_t scalar = (uint64_t)(first + min(l, n - 1)) * p.heads + head;
-    if (warp < kAtOnce) z = fresh(p.z + ((uint64_t)row * p.heads + head) * D + quarter * 32 + state.own);
+    if (warp < kAtOnce) z = fresh(p.z + ((uint64_t)row * p.heads + head) * D + quarter * 32 + l);
     else a = fresh(p.a + scalar), b = fresh(p.b + scalar);
 #pragma unroll
-    for (uint32_t r = 0; r < kAtOnce; r += 2)  // in pairs: what is beyond the last is not looked at
-      if (r < n) {
-        const float one = convolved(lo(x[r])), two = convolved(lo(x[r + 1]));
-        raw[r][t] = one, raw[r + 1][t] = two;
-      }
+    for (uint32_t r = 0; r < kAtOnce; r++)  // a thread's own values, so that the next loop is a short one
+      if (r < n) raw[r][t] = lo(x[r]);
+#pragma unroll 2
+    for (uint32_t r = 0; r < n; r++) raw[r][t] = convolved(raw[r][t]);
     __syncthreads();
     if (p.trigger == 2 && first == lane.first) pdl_trigger();
     if (warp == kAtOnce) {
@@ -460,6 +460,7 @@ NINFER_KERNEL(delta_rows, DeltaParams, kRows, 2) {
 #pragma unroll
       for (int i = 0; i < 4; i++) raw[warp][i * 32 + l] = q[i] * qs, raw[warp][D + i * 32 + l] = k[i] * ks;
       if (l == 0) scalars[warp][2] = all[2] * qs * ks;
+      gates[warp][l] = z;
       if (lane.record && quarter == 0) {
         float* rec = record(lane.fold + row - lane.first);
 #pragma unroll
@@ -488,9 +489,10 @@ NINFER_KERNEL(delta_rows, DeltaParams, kRows, 2) {
         state.correct(k, d);
       }
       if (!lane.record && first + n == end) state.put(p);
+      __syncwarp();
+#pragma unroll 1
+      for (uint32_t r = warp; r < n; r += 4) end_row(p, first + r, head, quarter, state.own, made[r][state.own], norm, gates[r][state.own]);
     }
-    __syncthreads();
-    if (warp < n) end_row(p, row, head, quarter, state.own, made[warp][state.own], norm, z);
   }
 }
 
