@@ -279,7 +279,7 @@ func (s *step) tunedMix(l *loader, op backend.Mix) func(*pass) error {
 		other = l.rows(fmt.Sprint("other streams ", op.X.X), 2*width)
 	}
 	in := s.injection(op.X, false)
-	partial, square := l.rows("partial sums", 16*(low+4)), l.rows("squares", 16)
+	partial, square := l.rows("partial sums", 32*(low+4)), l.rows("squares", 32)
 	x, xOut, inject, out := s.bufs[op.X.X], other, s.bufs[op.X.Inject], s.bufs[op.Out]
 	s.bufs[op.X.X], s.other[op.X.X] = other, x
 	scale := down.flags & kernels.PartScaleF32 / kernels.PartScaleF32
@@ -292,7 +292,7 @@ func (s *step) tunedMix(l *loader, op backend.Mix) func(*pass) error {
 				q.down.Y, q.down.Inject = in.Y+at*driver.Ptr(2*h), inject+at*16
 			}
 			q.down.Norm, q.down.Down, q.down.DownScale, q.down.ScaleF32 = norm.w, down.w, down.scale, scale
-			q.down.Partial, q.down.Square = partial+at*driver.Ptr(16*(low+4)), square+at*16
+			q.down.Partial, q.down.Square = partial+at*driver.Ptr(32*(low+4)), square+at*32
 			q.up.X, q.up.Norm, q.up.Partial, q.up.Square = q.down.XOut, norm.w, q.down.Partial, q.down.Square
 			q.up.Up, q.up.UpScale, q.up.ScaleF32, q.up.Mix = up.w, up.scale, scale, out+at*driver.Ptr(2*h)
 			if w.Inject.Present() {

@@ -5,10 +5,9 @@
 //   hc_up_mix  low = silu(sum_s rstd_s d_s / 4);  M = sigmoid(Wup low);  mix[c] = mean_s M[s][c] rstd_s X'[s][c] (1 + w[s][c]);
 //              inject = 2 sigmoid(sum_s rstd_s d_s / 4) from the inject rows.
 //
-// With few rows what counts is the time from the activations' arrival to the result. So a block's weights come before the dependency wait,
-// and what a thread needs of them is on its way to registers while its activations come. hc_down works without tensor instructions: a thread
-// has eight k of the block's rows (at most ten), FP32 arithmetic. hc_up_mix uses them. Sums have a fixed order that does not
-// depend on the number of rows.
+// What counts is the time from the activations' arrival to the result, and before that whether a block finds room beside the kernel before, so that
+// its weights come while it waits. Products are the tensor instruction's; what little precision its operands lack of FP32 is said where they are made.
+// Sums have a fixed order that does not depend on the number of rows, nor on how many weight rows a block has.
 //
 // With several rows L2 bounds: what every block reads, only one of a block's warps asks for, and hc_up_mix's blocks work in clusters.
 //
@@ -20,425 +19,395 @@
 
 extern __shared__ __align__(128) uint8_t smem[];
 
-// Eight weights to FP32: BF16 from 16 bytes, E4M3 from 8.
-NINFER_DEVICE void unpack(uint4 w, float* f) {
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const uint32_t x = (&w.x)[i];
-    f[2 * i] = bf16_lo(x), f[2 * i + 1] = bf16_hi(x);
-  }
-}
-NINFER_DEVICE void unpack(uint2 w, float* f) {
-  const float2 a = e4m3x2_f32(w.x), b = e4m3x2_f32(w.x >> 16), c = e4m3x2_f32(w.y), d = e4m3x2_f32(w.y >> 16);
-  f[0] = a.x, f[1] = a.y, f[2] = b.x, f[3] = b.y, f[4] = c.x, f[5] = c.y, f[6] = d.x, f[7] = d.y;
-}
-// Eight weights of a row, as stored.
-template <bool FP8>
-struct Eight {
-  uint4 w;
-  NINFER_DEVICE void read(uint32_t at) { w = lds128(at); }
-};
-template <>
-struct Eight<true> {
-  uint2 w;
-  NINFER_DEVICE void read(uint32_t at) { w = lds64(at); }
-};
+// What is made of a value that was loaded before the wait would be made right behind its load, for which a warp would wait there; made of what this
+// gives it is made here at the earliest.
+NINFER_DEVICE void looked_at(uint32_t& v) { asm volatile("" : "+r"(v)::"memory"); }
+// An address that is to be in registers here, not to be made where it is used.
+template <typename T>
+NINFER_DEVICE void made(const T*& p) { asm volatile("" : "+l"(p)); }
+NINFER_DEVICE void made(uint32_t& p) { asm volatile("" : "+r"(p)); }
 
-// The product of eight weights with eight activations.
-NINFER_DEVICE float dot8(const float* f, const float* v) {
-  float a = f[0] * v[0], b = f[1] * v[1];
-#pragma unroll
-  for (int j = 2; j < 8; j += 2) a = fmaf(f[j], v[j], a), b = fmaf(f[j + 1], v[j + 1], b);
-  return a + b;
+// A row's scale, BF16 or FP32: the word that it is in, by one load without a choice, and its value from that.
+NINFER_DEVICE uint64_t scale_at(const void* scale, uint32_t f32, uint32_t row) { return (uint64_t)scale + (f32 ? 4 * row : 2 * row); }
+NINFER_DEVICE uint32_t scale_word(const void* scale, uint32_t f32, uint32_t row) { return __ldg((const uint32_t*)(scale_at(scale, f32, row) & ~(uint64_t)3)); }
+NINFER_DEVICE float scale_value(uint32_t word, const void* scale, uint32_t f32, uint32_t row) {
+  return __uint_as_float(f32 ? word : scale_at(scale, f32, row) & 2 ? word & 0xffff0000u : word << 16);
+}
+// A BF16 number's bits, past L1.
+NINFER_DEVICE uint32_t ldg_l2_u16(const bf16* p) {
+  uint16_t v;
+  asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
+  return v;
 }
 
-// The streams after injection, as stored: x + inject * y.
-NINFER_DEVICE uint4 injected(uint4 x, uint4 y, float inject) {
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    uint32_t& a = (&x.x)[i];
-    const uint32_t c = (&y.x)[i];
-    a = pack_bf16(fmaf(inject, bf16_lo(c), bf16_lo(a)), fmaf(inject, bf16_hi(c), bf16_hi(a)));
-  }
-  return x;
-}
-// v = x (1 + norm); the result is the sum of squares of x.
-NINFER_DEVICE float normalise(uint4 x, uint4 norm, float* v) {
-  float nf[8], square = 0;
-  unpack(x, v), unpack(norm, nf);
-#pragma unroll
-  for (int i = 0; i < 8; i++) square = fmaf(v[i], v[i], square), v[i] = fmaf(v[i], nf[i], v[i]);
-  return square;
-}
-
-// Sums N values over a warp's lanes, each lane keeping one, the value scattered() names.
-template <int N>
-NINFER_DEVICE float scatter_sum(float* v) {
-  const uint32_t lane = threadIdx.x % 32;
-  int n = N;
-#pragma unroll
-  for (int mask = 16; mask > 1; mask /= 2) {
-    const bool upper = lane & mask;
-#pragma unroll
-    for (int i = 0; 2 * i < n; i++) {
-      const float a = v[2 * i], b = 2 * i + 1 < n ? v[2 * i + 1] : 0.0f;
-      v[i] = (upper ? b : a) + __shfl_xor_sync(~0u, upper ? a : b, mask);
-    }
-    n = (n + 1) / 2;
-  }
-  return v[0] + __shfl_xor_sync(~0u, v[0], 1);
-}
-NINFER_DEVICE uint32_t scattered() {
-  const uint32_t lane = threadIdx.x % 32;
-  return (lane >> 4 & 1) + (lane >> 3 & 1) * 2 + (lane >> 2 & 1) * 4 + (lane >> 1 & 1) * 8;
-}
+// Two values of the streams after injection, as stored: x + inject * y.
+NINFER_DEVICE uint32_t injected(uint32_t x, uint32_t y, float inject) { return pack_bf16(fmaf(inject, bf16_lo(y), bf16_lo(x)), fmaf(inject, bf16_hi(y), bf16_hi(x))); }
 
 static constexpr float kEps = 1e-6f;
-static constexpr int kMaxRows = 8;
 
-static constexpr int kDownWarps = 12;  // ten of them have work at H = 2560; twelve bring the register allocation to 80
+// ---- hc_down ----
+
+static constexpr int kDownWarps = 10;
 static constexpr int kDownThreads = 32 * kDownWarps;
-static constexpr int kDownRows = 10;
+static constexpr uint32_t kPart = 1280, kMost = 8;  // k of a block and activation rows at most
 
-// ONE: a single row, whose weights stay in registers while its activations come; the arithmetic is the same.
-template <bool FP8, bool INJECT, bool ONE>
-NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t stream, uint32_t group) {
-  constexpr int kRows = INJECT ? 4 : kDownRows, kValues = INJECT ? 5 : kDownRows;  // the fifth: the sum of squares
-  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+// APART: the sums have a place of their own, not one that weights had.
+template <uint32_t MOST, bool APART>
+struct DownShared {
+  float sums[APART ? kDownWarps : 1][MOST][36];  // of a warp's k; 32 are used
+  float undo[kDownWarps][MOST];                  // what takes a warp's power of two back
+  float squares[kDownWarps][MOST];
+  float injects[MOST];
+};
+
+// The larger magnitude of each half; the signs mean nothing.
+NINFER_DEVICE uint32_t max_magnitude(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+// Past L1 (R7).
+NINFER_DEVICE void copy_activations(uint32_t dst, const bf16* src) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory"); }
+NINFER_DEVICE uint2 ldg_l2_64(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.cg.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+  return v;
+}
+
+// A number as a type, for a parameter.
+template <int N>
+struct Count {
+  static constexpr int value = N;
+};
+
+// Half of a stream's k of up to 32 weight rows, or of its inject rows (INJECT), for MOST activation rows at most: 1, 2 or 8. A warp has 128 k of all of them:
+// its threads make the operands of four k each, in shared memory, and it multiplies them.
+//
+// E4M3 weights are FP16 numbers, and so is their operand, times a power of two that brings the largest of the warp's below 2^15: 2^-11 of each value
+// is lost at most, where its BF16 result loses 2^-8. BF16 weights have two BF16 operands, high and low part, of which 2^-16 is lost.
+template <bool FP8, bool INJECT, uint32_t MOST>
+NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t part, uint32_t group, DownShared<MOST, !FP8 || MOST <= 2>& sh) {
+  constexpr bool HALF = FP8 && !INJECT, COPIES = MOST > 2;
+  constexpr uint32_t kHalf = kPart + 32, kWhole = 2 * kPart + 64;  // bytes from a weight row to the next, apart in banks
+  constexpr uint32_t bytes = HALF ? 1 : 2, pitch = HALF ? kHalf : kWhole, cell = 256 + 64;
+  constexpr uint32_t kPasses = HALF ? 1 : (MOST + 3) / 4;
+  constexpr int kTiles = INJECT ? 1 : 2;  // of sixteen weight rows
+  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, stream = part / 2;
   const uint32_t row0 = INJECT ? 0 : share_start(p.l, p.groups, group);
   const uint32_t n = INJECT ? (p.inj_w ? 4 : 0) : share_start(p.l, p.groups, group + 1) - row0;
-  const uint32_t k = threadIdx.x * 8;
-  const bool mine = k < p.h;
-  constexpr uint32_t bytes = FP8 && !INJECT ? 1 : 2;  // of a weight
-  const uint32_t slice = bytes * p.h, bar = smem_addr(smem), weights = bar + 128;
-  __shared__ float sums[ONE ? 1 : kMaxRows][kDownWarps][12];
-  __shared__ float injects[kMaxRows];  // of several rows
+  // The halves are multiples of sixteen k.
+  const uint32_t longer = (p.h / 2 + 15) & ~15u, k0 = part % 2 ? longer : 0, size = part % 2 ? p.h - longer : longer;
+  const uint32_t k = threadIdx.x * 4, slice = bytes * size;
+  const bool mine = k < size;
+  // Behind the weights each warp has a cell of its k for a row's streams, which becomes its operand or that one's high part, and one for its block
+  // output, which becomes the low part. Sums have the place of E4M3 weights that are in registers, behind the inject rows.
+  constexpr uint32_t kSums = 4 * kWhole, kWithSums = kSums + kDownWarps * kMost * 36 * 4;
+  const uint32_t second = p.r * cell + (p.r % 2 ? 0 : 64), per_warp = HALF && !COPIES ? p.r * cell : second + p.r * cell;
+  const uint32_t bar = smem_addr(smem), weights = bar + 128;
+  const uint32_t room_for = INJECT && FP8 ? kWithSums : FP8 ? max(ceil_div(p.l, p.groups) * pitch, kWithSums) : max(ceil_div(p.l, p.groups), 4) * pitch;
+  const uint32_t cells = weights + room_for + warp * per_warp;
+  float(*sums)[MOST][36] = FP8 && COPIES ? (float(*)[MOST][36])(smem + 128 + kSums) : sh.sums;
+  const uint32_t writes = INJECT ? 0 : ((group == 0 && p.groups < p.r ? ~0u << p.groups : 0) | (group < p.r ? 1u << group : 0)) & ((1u << p.r) - 1);
 
   STAMP_BEGIN(120 + FP8)
+  if (n == 0) {  // a mixer, which injects nothing
+    if (p.trigger == 0) pdl_trigger();
+    pdl_wait();
+    return;
+  }
   if (threadIdx.x == 0) {
     mbar_init(bar, 1);
     mbar_fence_init();
     mbar_expect(bar, n * slice);
   }
   __syncthreads();
-  if (warp < n && lane == 0)
-    bulk_load(weights + warp * slice, (const uint8_t*)(INJECT ? (const void*)p.inj_w : p.down) + ((uint64_t)(row0 + warp) * 4 + stream) * slice, slice, bar,
-              policy_evict_first());
-  uint4 norm = make_uint4(0, 0, 0, 0);
-  if (mine) norm = __ldg((const uint4*)(p.norm + (uint64_t)stream * p.h + k));
-  float scale = 1.0f;
-  if (FP8 && !INJECT && threadIdx.x % 16 < n) scale = row_scale(p.down_scale, p.scale_f32, row0 + threadIdx.x % 16);
+  if (lane == 0)
+    for (uint32_t i = warp; i < n; i += kDownWarps)
+      bulk_load(weights + i * pitch, (const uint8_t*)(INJECT ? (const void*)p.inj_w : p.down) + (((uint64_t)(row0 + i) * 4 + stream) * p.h + k0) * bytes, slice, bar,
+                policy_evict_first());
+  uint2 norm = make_uint2(0, 0);
+  if (mine) norm = __ldg((const uint2*)(p.norm + (uint64_t)stream * p.h + k0 + k));
+  uint32_t scale = 0;
+  if (HALF && lane < n) scale = scale_word(p.down_scale, p.scale_f32, row0 + lane);
+  // With copies half of a warp's lanes ask for eight k of the streams, the others for those of the block output.
+  const uint32_t k8 = warp * 128 + lane % 16 * 8;
+  const bf16 *xs = p.x + (uint64_t)stream * p.h + k0 + k, *ys = p.y + k0 + k;
+  if (COPIES) xs = (lane < 16 ? p.x + (uint64_t)stream * p.h : p.y) + k0 + k8;
+  const float* weight = p.inject + (MOST > 1 ? lane * 4 : 0) + stream;
+  made(xs), made(ys), made(weight);
+  const bool pending = p.y != nullptr;
+  // As the first operand of the tensor instruction: rows g and g + 8 of a tile, eight k. Where a row is missing another is read, whose sums nobody reads; where k
+  // ends the operand is zero.
+  const uint32_t first = min(warp * 128 + 8 * t, size - 8), room = size - 8 - first;
+  uint32_t at[2 * kTiles];
+#pragma unroll
+  for (int i = 0; i < 2 * kTiles; i++) at[i] = weights + min(g + 8 * i, n - 1) * pitch + first * bytes, made(at[i]);
   if (p.trigger == 0) pdl_trigger();
   STAMP(1)
   pdl_wait();
   if (p.trigger == 2) pdl_trigger();
   STAMP(2)
-  constexpr uint32_t kBatch = ONE ? 1 : 2;  // rows that a weight is read and unpacked for
-  uint4 next_x[kBatch], next_y[kBatch];
-  float next_inject[kBatch];
-  auto fetch = [&](uint32_t r0) {
+  constexpr uint32_t kNone = 0x80008000;  // where there is no block output its values are -0, which change nothing, and its weight is 0
+  constexpr uint32_t kAhead = COPIES ? 1 : MOST;
+  uint2 ahead_x[kAhead], ahead_y[kAhead];
+  float inject1 = 0;
+  if (COPIES) {
+    const bool ask = k8 < size && (lane < 16 || pending);
+    const uint32_t to = cells + (lane < 16 ? 0 : second) + lane % 16 * 16, step = (lane < 16 ? 4 : 1) * p.h;
+    for (uint32_t r = 0; r < p.r; r++) {
+      if (ask)
+        copy_activations(to + r * cell, xs + r * step);
+      else
+        sts128(to + r * cell, make_uint4(kNone, kNone, kNone, kNone));
+      if (r + 1 == min(p.r, 4)) copy_commit();
+    }
+    copy_commit();
+  } else {
 #pragma unroll
-    for (uint32_t b = 0; b < kBatch; b++) {
-      const uint32_t r = min(r0 + b, p.r - 1);  // the last row twice where there is no other
-      next_x[b] = next_y[b] = make_uint4(0, 0, 0, 0);
-      if (mine) next_x[b] = ldg_l2(p.x + ((uint64_t)r * 4 + stream) * p.h + k);
-      if (mine && p.y) next_y[b] = ldg_l2(p.y + (uint64_t)r * p.h + k);
-      if (ONE && mine && p.y) next_inject[b] = ldg_l2_f32(p.inject + r * 4 + stream);
+    for (uint32_t r = 0; r < kAhead; r++) {
+      ahead_x[r] = ahead_y[r] = make_uint2(kNone, kNone);
+      if (mine) ahead_x[r] = ldg_l2_64(xs + r * 4 * p.h);
+      if (mine && pending) ahead_y[r] = ldg_l2_64(ys + r * p.h);
+    }
+    if (MOST == 1 && pending) inject1 = ldg_l2_f32(weight);
+  }
+  // One place in L2 answers one warp at a time: what all blocks read, only one of a block's warps may ask for.
+  if (MOST > 1 && warp == kDownWarps - 1 && lane < p.r) sh.injects[lane] = pending ? ldg_l2_f32(weight) : 0.0f;
+  mbar_wait(bar, 0);
+  // The first kEarly chunks of 32 k of a tile are in registers as operands before the activations come, and all others of E4M3 as stored.
+  constexpr int kAll = 4 * kTiles;
+  constexpr int kEarly = HALF ? (MOST == 1 ? 3 : 1) : INJECT ? 4 : (MOST == 1 ? 4 : MOST == 2 ? 6 : 3);
+  uint4 lo[kAll], hi[kAll];
+  uint2 raw_lo[kAll], raw_hi[kAll];
+  auto fetch = [&](int c) {
+    const uint32_t step = min(c % 4 * 32u, room) * bytes;
+    if (HALF)
+      raw_lo[c] = lds64(at[c / 4 * 2] + step), raw_hi[c] = lds64(at[c / 4 * 2 + 1] + step);
+    else
+      lo[c] = lds128(at[c / 4 * 2] + step), hi[c] = lds128(at[c / 4 * 2 + 1] + step);
+  };
+  auto convert = [&](int c) {
+    if (!HALF) return;
+    e4m3x4_f16(raw_lo[c].x, lo[c].x, lo[c].y), e4m3x4_f16(raw_lo[c].y, lo[c].z, lo[c].w);
+    e4m3x4_f16(raw_hi[c].x, hi[c].x, hi[c].y), e4m3x4_f16(raw_hi[c].y, hi[c].z, hi[c].w);
+  };
+#pragma unroll
+  for (int c = 0; c < (HALF ? kAll : kEarly); c++) {
+    fetch(c);
+    if (c < kEarly) convert(c);
+  }
+  looked_at(norm.x), looked_at(norm.y), looked_at(scale);
+  const float nf[4] = {bf16_lo(norm.x), bf16_hi(norm.x), bf16_lo(norm.y), bf16_hi(norm.y)};
+  uint32_t highest = 0;  // less the exponent of a row's largest activation it is that of its power of two
+  if (HALF) {
+    float most = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) most = fmaxf(most, fabsf(1.0f + nf[i]));
+    highest = 394 - max(27u, __reduce_max_sync(~0u, __float_as_uint(most)) >> 23);  // what the norm takes away must not make the others overflow
+  }
+  STAMP(3)
+  if (MOST > 1) __syncthreads();
+  STAMP(4)
+  if (p.trigger == 1) pdl_trigger();
+
+  // N rows from r on side by side: the operand. x becomes what the streams are then.
+  auto make = [&](uint32_t r, uint2* x, const uint2* y, const float* inject, auto count) {
+    constexpr int N = decltype(count)::value;
+    float v[N][4];
+    uint32_t power[N];
+#pragma unroll
+    for (int b = 0; b < N; b++) {
+      x[b] = make_uint2(injected(x[b].x, y[b].x, inject[b]), injected(x[b].y, y[b].y, inject[b]));
+      const uint32_t m = max_magnitude(x[b].x, x[b].y);
+      power[b] = max(m & 0x7fffu, m >> 16 & 0x7fffu);
+    }
+    if (HALF)
+#pragma unroll
+      for (int b = 0; b < N; b++) power[b] = max(1, min(253, (int)highest - (int)(__reduce_max_sync(~0u, power[b]) >> 7)));
+#pragma unroll
+    for (int b = 0; b < N; b++) {
+      uint2 z = x[b];
+      if (HALF) z.x = mul_bf162(z.x, power[b] * 0x00800080u), z.y = mul_bf162(z.y, power[b] * 0x00800080u);
+      v[b][0] = bf16_lo(z.x), v[b][1] = bf16_hi(z.x), v[b][2] = bf16_lo(z.y), v[b][3] = bf16_hi(z.y);
+#pragma unroll
+      for (int i = 0; i < 4; i++) v[b][i] = fmaf(v[b][i], nf[i], v[b][i]);
+    }
+#pragma unroll
+    for (int b = 0; b < N; b++) {
+      const uint32_t to = cells + (r + b) * cell + 8 * lane;
+      const float* f = v[b];
+      if (HALF) {
+        sts64(to, make_uint2(pack_f16(f[0], f[1]), pack_f16(f[2], f[3])));
+        if (lane == 0) sh.undo[warp][r + b] = __uint_as_float((254 - power[b]) << 23);
+      } else {
+        const uint32_t h0 = pack_bf16(f[0], f[1]), h1 = pack_bf16(f[2], f[3]);
+        sts64(to, make_uint2(h0, h1));
+        sts64(to + second, make_uint2(pack_bf16(f[0] - bf16_lo(h0), f[1] - bf16_hi(h0)), pack_bf16(f[2] - bf16_lo(h1), f[3] - bf16_hi(h1))));
+      }
     }
   };
-  fetch(0);
-  // One place in L2 answers one warp at a time: what all blocks read, only one of a block's warps may ask for.
-  if (!ONE && warp == kDownWarps - 1 && lane < p.r) injects[lane] = p.y ? ldg_l2_f32(p.inject + lane * 4 + stream) : 0.0f;
-  mbar_wait(bar, 0);
-  Eight<FP8 && !INJECT> w[kRows];
-  if (ONE)
+  // The blocks of a part share the writing of the rows and their squares.
+  auto write = [&](uint32_t r, uint2 x) {
+    if (mine) *(uint2*)(p.x_out + ((uint64_t)r * 4 + stream) * p.h + k0 + k) = x;
+    const float f[4] = {bf16_lo(x.x), bf16_hi(x.x), bf16_lo(x.y), bf16_hi(x.y)};
+    const float square = warp_sum(fmaf(f[3], f[3], fmaf(f[2], f[2], fmaf(f[1], f[1], f[0] * f[0]))));
+    if (lane == 0) sh.squares[warp][r] = square;
+  };
+  if (COPIES) {
+    auto copied = [&](uint32_t r, auto count) {
+      constexpr int N = decltype(count)::value;
+      uint2 x[N], y[N];
+      float inject[N];
 #pragma unroll
-    for (int i = 0; i < kRows; i++) {
-      w[i] = {};
-      if (i < (int)n && mine) w[i].read(weights + i * slice + k * bytes);
-    }
-  if (p.trigger == 1) pdl_trigger();
-  STAMP(3)
-  if (!ONE) __syncthreads();
-  // A row's sums have the same order whatever rows are beside it.
+      for (int b = 0; b < N; b++) {
+        const uint32_t from = cells + (r + b) * cell + 8 * lane;
+        x[b] = lds64(from), y[b] = lds64(from + second), inject[b] = sh.injects[r + b];
+      }
+      __syncwarp();
+      make(r, x, y, inject, count);
+#pragma unroll
+      for (int b = 0; b < N; b++)
+        if (!INJECT && writes >> (r + b) & 1) write(r + b, x[b]);
+    };
+    uint32_t r = 0;
 #pragma unroll 1
-  for (uint32_t r0 = 0; r0 < (ONE ? 1 : p.r); r0 += kBatch) {
-    float v[kBatch][8] = {}, values[kBatch][kValues] = {};
-#pragma unroll
-    for (uint32_t b = 0; b < kBatch; b++) {
-      uint4 x = next_x[b];
-      const uint4 y = next_y[b];
-      const float inject = ONE ? next_inject[b] : injects[min(r0 + b, p.r - 1)];
-      if (mine) {
-        if (p.y) {
-#pragma unroll
-          for (int i = 0; i < 4; i++) {
-            uint32_t &a = (&x.x)[i], c = (&y.x)[i];
-            a = pack_bf16(fmaf(inject, bf16_lo(c), bf16_lo(a)), fmaf(inject, bf16_hi(c), bf16_hi(a)));
-          }
-        }
-        // the blocks of a stream share the writing of the rows
-        const uint32_t r = r0 + b;
-        if (!INJECT && r < p.r && (r < p.groups ? r : 0) == group) *(uint4*)(p.x_out + ((uint64_t)r * 4 + stream) * p.h + k) = x;
-        float nf[8], square = 0;
-        unpack(x, v[b]), unpack(norm, nf);
-#pragma unroll
-        for (int i = 0; i < 8; i++) square = fmaf(v[b][i], v[b][i], square), v[b][i] = fmaf(v[b][i], nf[i], v[b][i]);
-        if (INJECT) values[b][4] = square;
-      }
+    for (; r < p.r; r += 2) {
+      if (r == 0) copy_wait<1>(), __syncwarp();
+      if (r == 4) copy_wait<0>(), __syncwarp();
+      if (r + 1 < p.r)
+        copied(r, Count<2>{});
+      else
+        copied(r, Count<1>{});
     }
-    if (!ONE && r0 + kBatch < p.r) fetch(r0 + kBatch);
-    if (mine)
+  } else {
+    float inject[kAhead];
 #pragma unroll
-      for (int i = 0; i < kRows; i++) {
-        Eight<FP8 && !INJECT> now = {};
-        if (ONE)
-          now = w[i];
-        else if (i < (int)n)
-          now.read(weights + i * slice + k * bytes);
-        float f[8];
-        unpack(now.w, f);
+    for (uint32_t r = 0; r < kAhead; r++) inject[r] = MOST == 1 ? inject1 : sh.injects[r];
+    make(0, ahead_x, ahead_y, inject, Count<kAhead>{});
+    if (!INJECT && writes)
 #pragma unroll
-        for (uint32_t b = 0; b < kBatch; b++) values[b][i] = dot8(f, v[b]);
-      }
-#pragma unroll
-    for (uint32_t b = 0; b < kBatch; b++) {
-      const float sum = scatter_sum<kValues>(values[b]);
-      const uint32_t own = scattered();
-      if (lane % 2 == 0 && own < kValues && r0 + b < p.r) sums[r0 + b][warp][own] = sum;
-    }
+      for (uint32_t r = 0; r < kAhead; r++)
+        if (writes >> r & 1) write(r, ahead_x[r]);
   }
-  STAMP(4)
-  __syncthreads();
+  __syncwarp();
   STAMP(5)
-  const uint32_t r = threadIdx.x / 16, value = threadIdx.x % 16;
-  if (r < p.r && value < kValues) {
-    float s = 0;
+#pragma unroll 1
+  for (uint32_t j = 0; j < kPasses; j++) {
+    if (!HALF && 4 * j >= p.r) break;
+    // a column's row: of BF16 each has two, high and low part
+    const uint32_t of = HALF ? (g < p.r ? g : 0) : min(4 * j + g / 2, p.r - 1), from = cells + of * cell + (HALF || g % 2 == 0 ? 0 : second) + 16 * t;
+    uint4 v[4];
 #pragma unroll
-    for (int i = 0; i < kDownWarps; i++) s += sums[r][i][value];
-    if (value < n) p.partial[((uint64_t)r * 4 + stream) * (p.l + 4) + (INJECT ? p.l : 0) + row0 + value] = s * scale;
-    if (INJECT && value == 4) p.square[r * 4 + stream] = s;
+    for (int c = 0; c < 4; c++) v[c] = lds128(from + 64 * c);
+#pragma unroll
+    for (int tile = 0; tile < kTiles; tile++) {
+      float acc[4][4] = {};
+#pragma unroll
+      for (int c = 4 * tile; c < 4 * tile + 4; c++) {
+        if (!HALF && c >= kEarly) fetch(c);
+        if (c >= kEarly) convert(c);
+        float *even = acc[c % 2 * 2], *odd = acc[c % 2 * 2 + 1];
+        const uint4 b = v[c % 4];
+        if (HALF)
+          mma_f16(even, lo[c].x, hi[c].x, lo[c].y, hi[c].y, b.x, b.y), mma_f16(odd, lo[c].z, hi[c].z, lo[c].w, hi[c].w, b.z, b.w);
+        else
+          mma_bf16(even, lo[c].x, hi[c].x, lo[c].y, hi[c].y, b.x, b.y), mma_bf16(odd, lo[c].z, hi[c].z, lo[c].w, hi[c].w, b.z, b.w);
+      }
+      float s[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) s[i] = (acc[0][i] + acc[1][i]) + (acc[2][i] + acc[3][i]);
+      float(*to)[36] = sums[warp];
+      const uint32_t i = 16 * tile + g;
+      if (HALF) {
+        if (2 * t < MOST) to[2 * t][i] = s[0], to[2 * t][i + 8] = s[2];
+        if (2 * t + 1 < MOST) to[2 * t + 1][i] = s[1], to[2 * t + 1][i + 8] = s[3];
+      } else if (4 * j + t < MOST) {
+        to[4 * j + t][i] = s[0] + s[1], to[4 * j + t][i + 8] = s[2] + s[3];
+      }
+    }
   }
   STAMP(6)
-}
-
-// The grid is four streams times (groups of rows, then one block for injection rows and squares).
-NINFER_KERNEL(hc_down_bf16, HcDownParams, kDownThreads, 2) {
-  const uint32_t stream = blockIdx.x / (p.groups + 1), group = blockIdx.x % (p.groups + 1);
-  if (group < p.groups)
-    down_rows<false, false, true>(p, stream, group);
-  else
-    down_rows<false, true, true>(p, stream, group);
-}
-NINFER_KERNEL(hc_down_e4m3, HcDownParams, kDownThreads, 2) {
-  const uint32_t stream = blockIdx.x / (p.groups + 1), group = blockIdx.x % (p.groups + 1);
-  if (group < p.groups)
-    down_rows<true, false, true>(p, stream, group);
-  else
-    down_rows<true, true, true>(p, stream, group);
-}
-NINFER_KERNEL(hc_down_rows_bf16, HcDownParams, kDownThreads, 2) {
-  const uint32_t stream = blockIdx.x / (p.groups + 1), group = blockIdx.x % (p.groups + 1);
-  if (group < p.groups)
-    down_rows<false, false, false>(p, stream, group);
-  else
-    down_rows<false, true, false>(p, stream, group);
-}
-NINFER_KERNEL(hc_down_rows_e4m3, HcDownParams, kDownThreads, 2) {
-  const uint32_t stream = blockIdx.x / (p.groups + 1), group = blockIdx.x % (p.groups + 1);
-  if (group < p.groups)
-    down_rows<true, false, false>(p, stream, group);
-  else
-    down_rows<true, true, false>(p, stream, group);
-}
-
-// ---- hc_down of more than two rows ----
-
-static constexpr int kTileWarps = 10;
-static constexpr int kTileThreads = 32 * kTileWarps;
-static constexpr uint32_t kPitch = 2560;  // elements from a row in shared memory to the next: a constant, so that addresses cost nothing
-
-// Past L1 (R7); a thread reads only what it copied itself.
-NINFER_DEVICE void copy_activations(uint32_t dst, const bf16* src) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory"); }
-
-// Sums N values over a warp's lanes in scatter_sum's order; a lane keeps those that kept() + 32 i names.
-template <int N, int MASK = 16>
-NINFER_DEVICE void scatter_sums(float* v) {
-  const bool upper = threadIdx.x & MASK;
-#pragma unroll
-  for (int i = 0; 2 * i < N; i++) {
-    const float a = v[2 * i], b = 2 * i + 1 < N ? v[2 * i + 1] : 0.0f;
-    v[i] = (upper ? b : a) + __shfl_xor_sync(~0u, upper ? a : b, MASK);
-  }
-  if constexpr (MASK > 1) scatter_sums<(N + 1) / 2, MASK / 2>(v);
-}
-NINFER_DEVICE uint32_t kept() { return __brev(threadIdx.x) >> 27; }
-
-struct TileShared {
-  float sums[kMaxRows][kDownWarps - 2][12];  // by what a warp of down_rows has of k; its last two have nothing
-  float injects[kMaxRows];
-};
-// What a thread knows of its block.
-struct Tile {
-  uint32_t stream, group;
-  uint32_t writes;                    // bits of the rows whose new streams the block writes
-  uint32_t bar, norm, weights, rows;  // in shared memory; rows: x and y of each row
-};
-
-// N activation rows from r0 on times the block's weight rows; a thread has the k that it has in down_rowss.
-template <bool FP8, bool INJECT, int N>
-NINFER_DEVICE void tile_rows(const HcDownParams& p, const Tile& t, uint32_t r0, TileShared& sh) {
-  constexpr int kRows = INJECT ? 4 : kDownRows, kValues = INJECT ? 5 : kDownRows;  // the fifth: the sum of squares
-  constexpr uint32_t bytes = FP8 && !INJECT ? 1 : 2;                              // of a weight
-  const uint32_t k = threadIdx.x * 8;
-  float acc[N * kValues] = {};
-  if (k < p.h) {
-    const uint4 norm = lds128(t.norm + 2 * k);
-    float v[N][8];
-#pragma unroll
-    for (uint32_t b = 0; b < N; b++) {
-      const uint32_t at = t.rows + (r0 + b) * 4 * kPitch + 2 * k;
-      uint4 x = lds128(at);
-      if (p.y) x = injected(x, lds128(at + 2 * kPitch), sh.injects[r0 + b]);
-      if (!INJECT && t.writes >> (r0 + b) & 1) *(uint4*)(p.x_out + ((uint64_t)(r0 + b) * 4 + t.stream) * p.h + k) = x;
-      const float square = normalise(x, norm, v[b]);
-      if (INJECT) acc[b * kValues + 4] = square;
-    }
-#pragma unroll
-    for (int i = 0; i < kRows; i++) {  // where a weight row is missing nobody reads its sums
-      Eight<FP8 && !INJECT> w;
-      w.read(t.weights + (i * kPitch + k) * bytes);
-      float f[8];
-      unpack(w.w, f);
-#pragma unroll
-      for (int b = 0; b < N; b++) acc[b * kValues + i] = dot8(f, v[b]);
-    }
-  }
-  scatter_sums<N * kValues>(acc);
-#pragma unroll
-  for (int i = 0; 32 * i < N * kValues; i++) {
-    const uint32_t at = kept() + 32 * i, b = at / kValues;
-    if (b < N) sh.sums[r0 + b][threadIdx.x / 32][at % kValues] = acc[i];
-  }
-}
-
-template <bool FP8, bool INJECT>
-NINFER_DEVICE void down_tiles(const HcDownParams& p, uint32_t stream, uint32_t group, TileShared& sh) {
-  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const uint32_t row0 = INJECT ? 0 : share_start(p.l, p.groups, group);
-  const uint32_t n = INJECT ? (p.inj_w ? 4 : 0) : share_start(p.l, p.groups, group + 1) - row0;
-  constexpr uint32_t bytes = FP8 && !INJECT ? 1 : 2;
-  const uint32_t slice = bytes * p.h;
-  Tile t{stream, group};
-  t.writes = ((group == 0 && p.groups < p.r ? ~0u << p.groups : 0) | (group < p.r ? 1u << group : 0)) & ((1u << p.r) - 1);
-  t.bar = smem_addr(smem), t.norm = t.bar + 128, t.weights = t.norm + 2 * kPitch, t.rows = t.weights + kDownRows * (FP8 ? 1 : 2) * kPitch;
-
-  STAMP_BEGIN(122 + FP8)
-  if (threadIdx.x == 0) {
-    mbar_init(t.bar, 1);
-    mbar_fence_init();
-    mbar_expect(t.bar, n * slice + 2 * p.h);
-  }
   __syncthreads();
-  if (lane == 0) {
-    if (warp < n)
-      bulk_load(t.weights + warp * bytes * kPitch, (const uint8_t*)(INJECT ? (const void*)p.inj_w : p.down) + ((uint64_t)(row0 + warp) * 4 + stream) * slice, slice,
-                t.bar, policy_evict_first());
-    if (warp == kTileWarps - 1) bulk_load(t.norm, p.norm + (uint64_t)stream * p.h, 2 * p.h, t.bar, policy_evict_first());
-  }
-  float scale = 1.0f;
-  if (FP8 && !INJECT && threadIdx.x % 16 < n) scale = row_scale(p.down_scale, p.scale_f32, row0 + threadIdx.x % 16);
-  if (p.trigger == 0) pdl_trigger();
-  STAMP(1)
-  pdl_wait();
-  if (p.trigger == 2) pdl_trigger();
-  STAMP(2)
-  // One place in L2 answers one warp at a time: what all blocks read, only one of a block's warps may ask for.
-  if (warp == kTileWarps - 1 && lane < p.r) sh.injects[lane] = p.y ? ldg_l2_f32(p.inject + lane * 4 + stream) : 0.0f;
-  const uint32_t k = threadIdx.x * 8;
-  const uint32_t half = p.r > 4 ? (p.r + 1) / 2 : p.r;  // rows at a time
-  for (uint32_t r = 0; r < p.r; r++) {
-    if (k < p.h) {
-      const uint32_t at = t.rows + r * 4 * kPitch + 2 * k;
-      copy_activations(at, p.x + ((uint64_t)r * 4 + stream) * p.h + k);
-      if (p.y) copy_activations(at + 2 * kPitch, p.y + (uint64_t)r * p.h + k);
-    }
-    if (r + 1 == half) copy_commit();
-  }
-  copy_commit();
-  mbar_wait(t.bar, 0);
-  __syncthreads();
-  if (p.trigger == 1) pdl_trigger();
-#pragma unroll 1
-  for (uint32_t r0 = 0; r0 < p.r; r0 += half) {
-    if (r0 == 0)
-      copy_wait<1>();
-    else
-      copy_wait<0>();
-    switch (min(half, p.r - r0)) {
-      case 1: tile_rows<FP8, INJECT, 1>(p, t, r0, sh); break;
-      case 2: tile_rows<FP8, INJECT, 2>(p, t, r0, sh); break;
-      case 3: tile_rows<FP8, INJECT, 3>(p, t, r0, sh); break;
-      default: tile_rows<FP8, INJECT, 4>(p, t, r0, sh); break;
-    }
-  }
-  STAMP(3)
-  __syncthreads();
-  STAMP(4)
-  constexpr uint32_t kValues = INJECT ? 5 : kDownRows;
-  const uint32_t r = threadIdx.x / 16, value = threadIdx.x % 16;
-  if (r < p.r && value < kValues) {
+  STAMP(7)
+  const uint32_t r = threadIdx.x / 32;
+  if (r < p.r && lane < n) {
     float s = 0;
 #pragma unroll
-    for (int i = 0; i < kDownWarps - 2; i++) s += sh.sums[r][i][value];
-    if (value < n) p.partial[((uint64_t)r * 4 + stream) * (p.l + 4) + (INJECT ? p.l : 0) + row0 + value] = s * scale;
-    if (INJECT && value == 4) p.square[r * 4 + stream] = s;
+    for (int i = 0; i < kDownWarps; i++) s = HALF ? fmaf(sums[i][r][lane], sh.undo[i][r], s) : s + sums[i][r][lane];
+    if (HALF) s *= scale_value(scale, p.down_scale, p.scale_f32, row0 + lane);
+    p.partial[((uint64_t)r * 8 + part) * (p.l + 4) + (INJECT ? p.l : 0) + row0 + lane] = s;
   }
-  STAMP(5)
+  const uint32_t q = threadIdx.x - 32 * kMost;  // a row whose squares are here
+  if (!INJECT && q < p.r && writes >> q & 1) {
+    float s = 0;
+#pragma unroll
+    for (int i = 0; i < kDownWarps; i++) s += sh.squares[i][q];
+    p.square[q * 8 + part] = s;
+  }
+  STAMP(8)
 }
 
-NINFER_KERNEL(hc_down_tiles_bf16, HcDownParams, kTileThreads, 2) {
-  __shared__ TileShared sh;
-  const uint32_t stream = blockIdx.x / (p.groups + 1), group = blockIdx.x % (p.groups + 1);
-  if (group < p.groups)
-    down_tiles<false, false>(p, stream, group, sh);
-  else
-    down_tiles<false, true>(p, stream, group, sh);
-}
-NINFER_KERNEL(hc_down_tiles_e4m3, HcDownParams, kTileThreads, 1) {
-  __shared__ TileShared sh;
-  const uint32_t stream = blockIdx.x / (p.groups + 1), group = blockIdx.x % (p.groups + 1);
-  if (group < p.groups)
-    down_tiles<true, false>(p, stream, group, sh);
-  else
-    down_tiles<true, true>(p, stream, group, sh);
-}
+// The grid is two halves of four streams times (groups of rows, then one block for injection rows).
+#define DOWN(FP8, MOST)                                                                     \
+  __shared__ DownShared<MOST, !FP8 || MOST <= 2> sh;                                        \
+  const uint32_t part = blockIdx.x / (p.groups + 1), group = blockIdx.x % (p.groups + 1);   \
+  if (group < p.groups)                                                                     \
+    down_rows<FP8, false, MOST>(p, part, group, sh);                                        \
+  else                                                                                      \
+    down_rows<FP8, true, MOST>(p, part, group, sh);  
+
+// Here the last argument is a kernel's registers: 80 leave room for expert_down before it.
+#pragma push_macro("NINFER_KERNEL")
+#undef NINFER_KERNEL
+#define NINFER_KERNEL(name, Params, threads, registers) extern "C" __global__ void __maxnreg__(registers) name(const __grid_constant__ Params p)
+NINFER_KERNEL(hc_down_bf16, HcDownParams, kDownThreads, 80) { DOWN(false, 1) }
+NINFER_KERNEL(hc_down_e4m3, HcDownParams, kDownThreads, 80) { DOWN(true, 1) }
+NINFER_KERNEL(hc_down_two_bf16, HcDownParams, kDownThreads, 104) { DOWN(false, 2) }
+NINFER_KERNEL(hc_down_two_e4m3, HcDownParams, kDownThreads, 80) { DOWN(true, 2) }
+NINFER_KERNEL(hc_down_rows_bf16, HcDownParams, kDownThreads, 96) { DOWN(false, 8) }
+NINFER_KERNEL(hc_down_rows_e4m3, HcDownParams, kDownThreads, 80) { DOWN(true, 8) }
+#pragma pop_macro("NINFER_KERNEL")
+
+// ---- hc_up_mix ----
 
 // Sixteen weight rows of a tile: four columns times four streams. Two warps a tile, five chunks of the rank each. The operand is no BF16 number but
-// two of them, whose sums are added; E4M3 weights are BF16 numbers times 2^-120, and their operands carry 2^60.
+// two of them, whose sums are added. E4M3 weights are FP16 numbers, and so are their operands, of which 2^-22 is lost at most, or 2^-25 where they are less than 2^-14.
 static constexpr int kUpTiles = 6;
 static constexpr int kChunks = 5;
 static constexpr int kUpThreads = 384;
 static_assert(kUpThreads == 64 * kUpTiles);
-static constexpr int kBlocks = 8;  // of a cluster, with several rows
 
-// Eight weights as BF16 pairs in order of k; E4M3 as their value times 2^-120 (see e4m3x4_bf16).
+// Eight weights as pairs in order of k, E4M3 as FP16 and BF16 as they are.
 template <bool FP8>
 NINFER_DEVICE uint4 eight_weights(uint32_t at) {
   if constexpr (FP8) {
     const uint2 w = lds64(at);
     uint4 r;
-    e4m3x4_bf16(__byte_perm(w.x, 0, 0x3120), r.x, r.y);
-    e4m3x4_bf16(__byte_perm(w.y, 0, 0x3120), r.z, r.w);
+    e4m3x4_f16(w.x, r.x, r.y), e4m3x4_f16(w.y, r.z, r.w);
     return r;
   } else {
     return lds128(at);
   }
 }
+// The same of an operand's numbers.
+template <bool FP8>
+NINFER_DEVICE float rounded(float v) {
+  return FP8 ? __half2float(__float2half_rn(v)) : __bfloat162float(__float2bfloat16_rn(v));
+}
+template <bool FP8>
+NINFER_DEVICE uint32_t pack_pair(float lo, float hi) {
+  return FP8 ? pack_f16(lo, hi) : pack_bf16(lo, hi);
+}
 // Rows g (lo) and g + 8 (hi) of a chunk times its operand, in two sums that shorten the chain.
+template <bool FP8>
 NINFER_DEVICE void multiply_chunk(float* a, float* b, uint4 lo, uint4 hi, uint4 x) {
-  mma_bf16(a, lo.x, hi.x, lo.y, hi.y, x.x, x.y);
-  mma_bf16(b, lo.z, hi.z, lo.w, hi.w, x.z, x.w);
+  if (FP8) {
+    mma_f16(a, lo.x, hi.x, lo.y, hi.y, x.x, x.y);
+    mma_f16(b, lo.z, hi.z, lo.w, hi.w, x.z, x.w);
+  } else {
+    mma_bf16(a, lo.x, hi.x, lo.y, hi.y, x.x, x.y);
+    mma_bf16(b, lo.z, hi.z, lo.w, hi.w, x.z, x.w);
+  }
 }
 
 // A warp's chunks of sixteen rows and of the operand, 32 k each: lane (g, t) = (lane / 4, lane % 4) has k = 8 t .. of rows g and g + 8 as the first
@@ -466,6 +435,9 @@ struct Rows {
     return v;
   }
 };
+
+// The sum of what the two halves of a stream gave.
+NINFER_DEVICE float both(uint2 v) { return __uint_as_float(v.x) + __uint_as_float(v.y); }
 
 // ---- clusters ----
 
@@ -497,7 +469,7 @@ NINFER_DEVICE void mbar_wait_cluster(uint32_t bar, uint32_t parity) {
       "}\n" ::"r"(bar), "r"(parity) : "memory");
 }
 
-// MOST: rows at most, 1 or 8; the arithmetic is the same. With several rows each of the eight blocks of a cluster makes the operand of one row and
+// MOST: rows at most, 1, 4 or 8; the arithmetic is the same. With several rows each of as many blocks of a cluster makes the operand of one row and
 // sends it to the others, since the partial sums of all rows are too much for each block to read.
 template <bool FP8, uint32_t MOST>
 NINFER_DEVICE void up_columns(const HcUpParams& p) {
@@ -527,11 +499,21 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
   const uint32_t of = threadIdx.x / (kUpTiles * 16), place = threadIdx.x % (kUpTiles * 16), own = place % 4;
   const bool mine = place / 4 < columns && of < p.r;
   const uint64_t row = (uint64_t)own * p.h + first + place / 4;
-  float norm = 0, scale = 1;
+  uint32_t norm_bits = 0;
+  uint32_t scale_bits = 0;
   if (mine) {
-    norm = 1.0f + __bfloat162float(p.norm[row]);
-    if (FP8) scale = E4M3_UNDO * row_scale(p.up_scale, p.scale_f32, row);
+    norm_bits = __ldg((const uint16_t*)p.norm + row);
+    if (FP8) scale_bits = scale_word(p.up_scale, p.scale_f32, row);
   }
+  // Thread 4 u + s adds values 4 u + s of the streams' partial sums, of which it loads those of stream s.
+  const uint32_t u = threadIdx.x / 4, s = threadIdx.x % 4, width = p.l + 4;
+  const float *parts = p.partial + ((uint64_t)rank * 8 + 2 * s) * width + 4 * u, *all = p.square + 2 * (ONE ? s : lane);
+  const bf16* xs = p.x + (uint64_t)of * 4 * p.h + row;
+  // the warp's rows of the tile: column g / 4 and two more, stream g % 4
+  const uint32_t tile = warp / 2, column = tile * 4 + g / 4;
+  const uint32_t lo_at = weights + g % 4 * run_pitch + (column < columns ? column : 0) * row_bytes;
+  Rows<FP8> rows(lo_at, lo_at + (column + 2 < columns ? 2 * row_bytes : 0), warp % 2 * kChunks * 32, p.l);
+  made(parts), made(all), made(xs), made(rows.lo_at), made(rows.hi_at);
   if (p.trigger == 0) pdl_trigger();
   if (!ONE) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
   STAMP(1)
@@ -539,28 +521,23 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
   if (p.trigger == 2) pdl_trigger();
   STAMP(2)
 
-  // Thread 4 u + s adds values 4 u + s of the streams' partial sums, of which it loads those of stream s.
-  const uint32_t u = threadIdx.x / 4, s = threadIdx.x % 4, width = p.l + 4;
   const bool inject = 4 * u >= p.l;
   const float per_h = __fdividef(1.0f, (float)p.h);
-  // the warp's rows of the tile: column g / 4 and two more, stream g % 4
-  const uint32_t tile = warp / 2, column = tile * 4 + g / 4;
-  const uint32_t lo_at = weights + g % 4 * run_pitch + (column < columns ? column : 0) * row_bytes;
-  const Rows<FP8> rows(lo_at, lo_at + (column + 2 < columns ? 2 * row_bytes : 0), warp % 2 * kChunks * 32, p.l);
   // The row whose operand this block makes.
   const bool makes = ONE || rank < p.r;
-  uint4 part = make_uint4(0, 0, 0, 0);
-  float square = 0, own_square[kPasses] = {}, own_x[kPasses] = {};
+  uint4 part[2] = {};  // of either half
+  uint2 square = make_uint2(0, 0);
+  float own_square = 0;
+  uint32_t own_x[kPasses] = {};
   if (makes) {
-    if (4 * u < width) part = ldg_l2(p.partial + ((uint64_t)rank * 4 + s) * width + 4 * u);
-    if (ONE) square = ldg_l2_f32(p.square + s);
+    if (4 * u < width) part[0] = ldg_l2(parts), part[1] = ldg_l2(parts + width);
+    if (ONE) square = ldg_l2_64(all);
   }
-  if (!ONE && warp == kUpThreads / 32 - 1 && lane < 4 * p.r) squares[lane] = ldg_l2_f32(p.square + lane);
+  if (!ONE && warp == kUpThreads / 32 - 1 && lane < 4 * p.r) squares[lane] = both(ldg_l2_64(all));
 #pragma unroll
   for (uint32_t j = 0; j < kPasses; j++)
     if (mine && of + 4 * j < p.r) {
-      if (ONE) own_square[j] = ldg_l2_f32(p.square + own);
-      own_x[j] = ldg_l2_bf16(p.x + (uint64_t)(of + 4 * j) * 4 * p.h + row);
+      own_x[j] = ldg_l2_u16(xs + j * 16 * p.h);
     }
   mbar_wait(bar, 0);
   uint4 lo[kChunks], hi[kChunks];
@@ -569,35 +546,41 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
     for (int c = 0; c < kChunks; c++) rows.read(c, lo[c], hi[c]);
   if (!ONE) __syncthreads();
   if (makes) {
-    if (!ONE) square = squares[4 * rank + s];
-    const float f = rsqrtf(fmaf(square, per_h, kEps));
-    const uint4 v = part;
-    float a = __uint_as_float(s & 1 ? v.y : v.x), b = __uint_as_float(s & 1 ? v.w : v.z);
-    a = fmaf(f, a, __shfl_xor_sync(~0u, f * __uint_as_float(s & 1 ? v.x : v.y), 1));
-    b = fmaf(f, b, __shfl_xor_sync(~0u, f * __uint_as_float(s & 1 ? v.z : v.w), 1));
+    own_square = ONE ? both(square) : squares[4 * rank + s];
+    const float f = rsqrtf(fmaf(own_square, per_h, kEps));
+    float v[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[i] = both(make_uint2((&part[0].x)[i], (&part[1].x)[i]));
+    float a = s & 1 ? v[1] : v[0], b = s & 1 ? v[3] : v[2];
+    a = fmaf(f, a, __shfl_xor_sync(~0u, f * (s & 1 ? v[0] : v[1]), 1));
+    b = fmaf(f, b, __shfl_xor_sync(~0u, f * (s & 1 ? v[2] : v[3]), 1));
     float d = s & 2 ? b : a;
     d = 0.25f * (d + __shfl_xor_sync(~0u, s & 2 ? a : b, 2));
     const float e = sigmoid(d);
-    const float low = (FP8 ? E4M3_UNDO : 1.0f) * (d * e), high = __bfloat162float(__float2bfloat16_rn(low));
+    const float exact = d * e, low = FP8 && exact > 65504.0f ? 65504.0f : exact, high = rounded<FP8>(low);
     if (ONE) {
       if (!inject) {
-        bf16* to = (bf16*)(smem + (operand - bar)) + 4 * u + s;
-        to[0] = __float2bfloat16_rn(low);
-        to[opitch / 2] = __float2bfloat16_rn(low - high);
+        uint16_t* to = (uint16_t*)(smem + (operand - bar)) + 4 * u + s;
+        to[0] = (uint16_t)pack_pair<FP8>(low, 0);
+        to[opitch / 2] = (uint16_t)pack_pair<FP8>(low - high, 0);
       }
     } else {
       // even threads send the high parts of two values, odd ones the low parts
       const float other = __shfl_xor_sync(~0u, s & 1 ? low : low - high, 1);
       if (!inject) {
-        const uint32_t word = s & 1 ? pack_bf16(other, low - high) : pack_bf16(low, other);
+        const uint32_t word = s & 1 ? pack_pair<FP8>(other, low - high) : pack_pair<FP8>(low, other);
         const uint32_t to = operand + (2 * rank + (s & 1)) * opitch + (4 * u + (s & 2)) * 2;
 #pragma unroll
-        for (uint32_t i = 0; i < kBlocks; i++) send(in_block(to, i), word, in_block(arrived, i));
+        for (uint32_t i = 0; i < MOST; i++) send(in_block(to, i), word, in_block(arrived, i));
       }
     }
-    if (inject && 4 * u < width && p.inject && blockIdx.x / kBlocks == 0 && (!ONE || blockIdx.x == 0)) p.inject[rank * 4 + s] = 2.0f * e;
+    if (inject && 4 * u < width && p.inject && blockIdx.x / MOST == 0) p.inject[rank * 4 + s] = 2.0f * e;
   }
   if (p.trigger == 1) pdl_trigger();
+  looked_at(norm_bits), looked_at(scale_bits);
+#pragma unroll
+  for (uint32_t j = 0; j < kPasses; j++) looked_at(own_x[j]);
+  const float norm = 1.0f + __uint_as_float(norm_bits << 16), scale = FP8 ? scale_value(scale_bits, p.up_scale, p.scale_f32, row) : 1.0f;
   STAMP(3)
   if (ONE)
     __syncthreads();
@@ -613,7 +596,7 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
       for (uint32_t j = 0; j < kPasses; j++)
         if (4 * j < p.r) {
           const uint4 v = rows.operand(c, operand + (8 * j + g < 2 * p.r ? 8 * j + g : 0) * opitch);
-          multiply_chunk(a[j], b[j], lo[c], hi[c], v);
+          multiply_chunk<FP8>(a[j], b[j], lo[c], hi[c], v);
         }
     }
 #pragma unroll
@@ -629,7 +612,7 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
     const uint32_t r = of + 4 * j;
     if (r >= p.r) break;  // whole warps
     const float sum = mine ? sums[0][r][place] + sums[1][r][place] : 0.0f;
-    const float normed = rsqrtf(fmaf(ONE ? own_square[j] : squares[mine ? 4 * r + own : 0], per_h, kEps)) * own_x[j] * norm;
+    const float normed = rsqrtf(fmaf(ONE ? own_square : squares[mine ? 4 * r + own : 0], per_h, kEps)) * __uint_as_float(own_x[j] << 16) * norm;
     float v = __fmul_rn(sigmoid(scale * sum), normed);
     v += __shfl_xor_sync(~0u, v, 1);
     v += __shfl_xor_sync(~0u, v, 2);
@@ -640,8 +623,12 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
 
 NINFER_KERNEL(hc_up_mix_bf16, HcUpParams, kUpThreads, 2) { up_columns<false, 1>(p); }
 NINFER_KERNEL(hc_up_mix_e4m3, HcUpParams, kUpThreads, 2) { up_columns<true, 1>(p); }
-#define CLUSTER(name) extern "C" __global__ void __cluster_dims__(kBlocks, 1, 1) name(const __grid_constant__ HcUpParams p);
-CLUSTER(hc_up_mix_rows_bf16)
-CLUSTER(hc_up_mix_rows_e4m3)
+#define CLUSTER(name, n) extern "C" __global__ void __cluster_dims__(n, 1, 1) name(const __grid_constant__ HcUpParams p);
+CLUSTER(hc_up_mix_few_bf16, 4)
+CLUSTER(hc_up_mix_few_e4m3, 4)
+CLUSTER(hc_up_mix_rows_bf16, 8)
+CLUSTER(hc_up_mix_rows_e4m3, 8)
+NINFER_KERNEL(hc_up_mix_few_bf16, HcUpParams, kUpThreads, 2) { up_columns<false, 4>(p); }
+NINFER_KERNEL(hc_up_mix_few_e4m3, HcUpParams, kUpThreads, 2) { up_columns<true, 4>(p); }
 NINFER_KERNEL(hc_up_mix_rows_bf16, HcUpParams, kUpThreads, 2) { up_columns<false, 8>(p); }
 NINFER_KERNEL(hc_up_mix_rows_e4m3, HcUpParams, kUpThreads, 2) { up_columns<true, 8>(p); }

@@ -21,12 +21,14 @@ const (
 	ExpertRepack               // RepackParams
 	HcDownBf16                 // HcDownParams
 	HcDownE4m3                 // HcDownParams
+	HcDownTwoBf16              // HcDownParams
+	HcDownTwoE4m3              // HcDownParams
 	HcDownRowsBf16             // HcDownParams
 	HcDownRowsE4m3             // HcDownParams
-	HcDownTilesBf16            // HcDownParams
-	HcDownTilesE4m3            // HcDownParams
 	HcUpMixBf16                // HcUpParams
 	HcUpMixE4m3                // HcUpParams
+	HcUpMixFewBf16             // HcUpParams
+	HcUpMixFewE4m3             // HcUpParams
 	HcUpMixRowsBf16            // HcUpParams
 	HcUpMixRowsE4m3            // HcUpParams
 	RouterSharedBf16           // RouterParams
@@ -37,6 +39,8 @@ const (
 	GemvE4m3W8                 // GemvParams
 	GemvBf16Small              // GemvParams
 	GemvE4m3Small              // GemvParams
+	GemvBf16Shallow            // GemvParams
+	GemvE4m3Shallow            // GemvParams
 	GemvBf16Deep               // GemvParams
 	GemvE4m3Deep               // GemvParams
 	GemvQ4                     // GemvParams
@@ -63,14 +67,16 @@ var table = code.Table[ID]{
 		{Name: "expert_down", Source: "expert", Threads: (32 * (16))},
 		{Name: "expert_down_rows", Source: "expert", Threads: (32 * (16))},
 		{Name: "expert_repack", Source: "expert", Threads: 256},
-		{Name: "hc_down_bf16", Source: "hyper", Threads: (32 * (12))},
-		{Name: "hc_down_e4m3", Source: "hyper", Threads: (32 * (12))},
-		{Name: "hc_down_rows_bf16", Source: "hyper", Threads: (32 * (12))},
-		{Name: "hc_down_rows_e4m3", Source: "hyper", Threads: (32 * (12))},
-		{Name: "hc_down_tiles_bf16", Source: "hyper", Threads: (32 * (10))},
-		{Name: "hc_down_tiles_e4m3", Source: "hyper", Threads: (32 * (10))},
+		{Name: "hc_down_bf16", Source: "hyper", Threads: (32 * (10))},
+		{Name: "hc_down_e4m3", Source: "hyper", Threads: (32 * (10))},
+		{Name: "hc_down_two_bf16", Source: "hyper", Threads: (32 * (10))},
+		{Name: "hc_down_two_e4m3", Source: "hyper", Threads: (32 * (10))},
+		{Name: "hc_down_rows_bf16", Source: "hyper", Threads: (32 * (10))},
+		{Name: "hc_down_rows_e4m3", Source: "hyper", Threads: (32 * (10))},
 		{Name: "hc_up_mix_bf16", Source: "hyper", Threads: (384)},
 		{Name: "hc_up_mix_e4m3", Source: "hyper", Threads: (384)},
+		{Name: "hc_up_mix_few_bf16", Source: "hyper", Threads: (384)},
+		{Name: "hc_up_mix_few_e4m3", Source: "hyper", Threads: (384)},
 		{Name: "hc_up_mix_rows_bf16", Source: "hyper", Threads: (384)},
 		{Name: "hc_up_mix_rows_e4m3", Source: "hyper", Threads: (384)},
 		{Name: "router_shared_bf16", Source: "router", Threads: (512)},
@@ -81,6 +87,8 @@ var table = code.Table[ID]{
 		{Name: "gemv_e4m3_w8", Source: "stream", Threads: (256)},
 		{Name: "gemv_bf16_small", Source: "stream", Threads: (256)},
 		{Name: "gemv_e4m3_small", Source: "stream", Threads: (256)},
+		{Name: "gemv_bf16_shallow", Source: "stream", Threads: (320)},
+		{Name: "gemv_e4m3_shallow", Source: "stream", Threads: (320)},
 		{Name: "gemv_bf16_deep", Source: "stream", Threads: (320)},
 		{Name: "gemv_e4m3_deep", Source: "stream", Threads: (320)},
 		{Name: "gemv_q4", Source: "stream", Threads: (256)},

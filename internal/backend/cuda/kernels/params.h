@@ -20,8 +20,8 @@ struct GemvParams {
   const __nv_bfloat16* x;  // [R][x_ld] activations
   uint64_t* best;          // [R][blocks] argmax keys, or null
   uint32_t r, x_ld, k;     // activation rows (1..8), their stride, K
-  uint32_t piece;          // Q4: tiles of a warp whose scales have a place; else rows of a block, see stream.cu
-  uint32_t stages;         // Q4: copies on their way to a warp; else windows of sums
+  uint32_t piece;          // Q4: tiles of a warp whose scales have a place
+  uint32_t stages;         // Q4: copies on their way to a warp
   uint32_t parts;          // parts used
   uint32_t first_parts;    // the first so many are in the kernel's own format, the rest BF16
   uint32_t first_blocks;   // blocks that work on the first parts
@@ -56,9 +56,9 @@ struct HcDownParams {
   const void* down_scale;        // [L] or null
   const __nv_bfloat16* inj_w;    // [4][4H], or null (mixers)
   __nv_bfloat16* x_out;          // [R][4][H] streams after injection; never x itself
-  float* partial;                // [R][4][L+4]
-  float* square;                 // [R][4] sums of squares of the new streams
-  uint32_t r, h, l, groups;      // groups of rows a stream is cut into; grid = 4 * (groups + 1)
+  float* partial;                // [R][4][2][L+4], of both halves of a stream
+  float* square;                 // [R][4][2] sums of squares of the new streams
+  uint32_t r, h, l, groups;      // groups of rows; grid = 8 * (groups + 1)
   uint32_t scale_f32;
   uint32_t trigger;              // the next kernel may start: 0 at once, 1 when the activations have been read, 2 after the wait
 };
@@ -66,8 +66,8 @@ struct HcDownParams {
 struct HcUpParams {
   const __nv_bfloat16* x;        // [R][4][H] the new streams
   const __nv_bfloat16* norm;     // [4][H]
-  const float* partial;          // [R][4][L+4]
-  const float* square;           // [R][4]
+  const float* partial;          // [R][4][2][L+4]
+  const float* square;           // [R][4][2]
   const void* up;                // [4H][L]
   const void* up_scale;          // [4H] or null
   __nv_bfloat16* mix;            // [R][H]

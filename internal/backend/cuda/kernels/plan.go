@@ -64,40 +64,27 @@ type Tuning struct {
 // Variant is a shape of the streaming kernels' blocks.
 type Variant int
 
-// The variants: 10 warps with 8 KB each on their way, 8 with 12, 10 with 16, which takes an SM for itself, and 8 with 4 where shared memory
-// is short. Ten warps hold their activations in registers, rows of at most keptK. Auto chooses.
+// The variants: 10 warps with 9 KB each on their way, 8 with 12, 10 with 18, which takes an SM for itself, 8 with 4 where shared memory
+// is short, and 10 with 6 where the activations of many rows would leave no room for a second block. Auto chooses.
 const (
 	Auto Variant = iota
 	Ten
 	Eight
 	Deep
 	Small
+	Shallow
 )
-
-const keptWarps, keptK = 10, 2560
 
 var variants = [...]struct {
 	bf16, e4m3   ID
 	warps, depth uint32
 }{
 	{},
-	{GemvBf16, GemvE4m3, keptWarps, 8},
+	{GemvBf16, GemvE4m3, 10, 9},
 	{GemvBf16W8, GemvE4m3W8, 8, 12},
-	{GemvBf16Deep, GemvE4m3Deep, keptWarps, 16},
+	{GemvBf16Deep, GemvE4m3Deep, 10, 18},
 	{GemvBf16Small, GemvE4m3Small, 8, 4},
-}
-
-// smaller is what takes less shared memory than a variant.
-var smaller = [...]Variant{Deep: Ten, Ten: Small, Eight: Small}
-
-// streamShared is the shared memory of a block of a streaming kernel of BF16 or E4M3: sums of so many windows, activations, what is on its way.
-func (v Variant) streamShared(r, k, window, windows uint32) uint32 {
-	w := variants[v]
-	n := windows*w.warps*r*(window+4)*4 + 128 + w.warps*w.depth*1024
-	if w.warps != keptWarps {
-		n += r * (2*k + 64)
-	}
-	return n
+	{GemvBf16Shallow, GemvE4m3Shallow, 10, 6},
 }
 
 // Gemv plans a streaming launch over parts (at most 8) that share x: r rows (1..8) of k. The first parts are in format f, from index
@@ -109,8 +96,6 @@ func (l Limits) Gemv(f Format, r, k uint32, parts []Part, bf16From int, t Tuning
 	if f != FormatQ4 {
 		t.Variant = Eight
 		switch total := uint64(f.rowBytes(k)) * rowsOf(parts); {
-		case k > keptK:
-			t.Trigger = 2
 		case total > 256<<20:
 			// with room for two blocks on an SM, some SMs get two of a launch and others none, which a long kernel pays for
 			t.Variant = Deep
@@ -129,25 +114,18 @@ func (l Limits) gemv(f Format, r, k uint32, parts []Part, bf16From int, t Tuning
 	if t.Variant == Auto {
 		t.Variant = Eight
 	}
-	if r < 1 || r > MaxRows || len(parts) > len(p.Part) || len(parts) == 0 || !f.Streams(k) || k > 1<<17 || t.Window != 0 && 64%t.Window != 0 || t.Window%tileRows != 0 ||
-		t.Window*r > 128 || bf16From < len(parts) && f != FormatE4M3 || f != FormatQ4 && k > keptK && variants[t.Variant].warps == keptWarps {
-		return Plan{}, p, fmt.Errorf("cuda: no streaming plan for %d rows of %d in %d parts", r, k, len(parts))
-	}
-	// As many warps for any number of rows, which is one order of sums.
-	for t.Variant != Small && f != FormatQ4 {
-		most := r
-		if variants[t.Variant].warps == keptWarps {
-			most = MaxRows
-		}
-		if t.Variant.streamShared(most, k, tileRows, 2) <= l.SharedPerBlock {
-			break
-		}
-		t.Variant = smaller[t.Variant]
-	}
 	v := variants[t.Variant]
 	plan := Plan{Kernel: []ID{v.bf16, v.e4m3, GemvQ4}[f]}
+	if r < 1 || r > MaxRows || len(parts) > len(p.Part) || len(parts) == 0 || !f.Streams(k) || k > 1<<17 || t.Window%tileRows != 0 ||
+		t.Window*r > 128 || bf16From < len(parts) && f != FormatE4M3 {
+		return plan, p, fmt.Errorf("cuda: no streaming plan for %d rows of %d in %d parts", r, k, len(parts))
+	}
 	copy(p.Part[:], parts)
 	row := f.rowBytes(k)
+	p.Window = max(tileRows, 64/r/tileRows*tileRows)
+	if t.Window != 0 {
+		p.Window = t.Window
+	}
 	if f == FormatQ4 {
 		depth := uint32(q4Depth)
 		if t.Blocks = 2 * l.SMs; r > MaxRows/2 { // more rows than a pass takes
@@ -166,8 +144,26 @@ func (l Limits) gemv(f Format, r, k uint32, parts []Part, bf16From int, t Tuning
 		if plan.Shared = shared(); plan.Shared > l.SharedPerBlock {
 			return plan, p, fmt.Errorf("cuda: no streaming plan for %d rows of %d: %d bytes of shared memory", r, k, l.SharedPerBlock)
 		}
-	} else if auto && t.Variant.streamShared(r, k, tileRows, 2) > l.Half() {
-		t.Blocks, t.Trigger = 0, 0 // the activations of many rows leave no room for a second block, nor for a neighbour
+	} else {
+		plan.Shared = 2*v.warps*r*p.Window*4 + r*(2*k+64) + 128 + v.warps*v.depth*1024
+		if plan.Shared > l.SharedPerBlock && t.Variant != Small {
+			if t.Variant == Deep {
+				t.Variant = Ten
+			} else {
+				t.Variant = Small
+			}
+			return l.gemv(f, r, k, parts, bf16From, t, auto)
+		}
+		if auto && t.Variant == Ten && plan.Shared > l.Half() { // as many warps as for fewer rows: the same sums
+			t.Variant = Shallow
+			return l.gemv(f, r, k, parts, bf16From, t, auto)
+		}
+		if auto && plan.Shared > l.Half() {
+			t.Blocks, t.Trigger = 0, 0 // the activations of many rows leave no room for a second block, nor for a neighbour
+		}
+		if plan.Shared > l.SharedPerBlock {
+			return plan, p, fmt.Errorf("cuda: no streaming plan for %d rows of %d: %d bytes of shared memory", r, k, l.SharedPerBlock)
+		}
 	}
 	plan.Grid = l.SMs
 	if t.Blocks != 0 {
@@ -190,40 +186,6 @@ func (l Limits) gemv(f Format, r, k uint32, parts []Part, bf16From int, t Tuning
 		}
 	}
 	p.Trigger = t.Trigger
-	if f == FormatQ4 {
-		return plan, p, nil
-	}
-	// sums of all of a block's rows, or of two windows in turn
-	share := func(parts []Part, blocks uint32) (each, more uint32) {
-		n := rowsOf(parts)
-		return uint32(n / max(1, uint64(blocks))), uint32(n % max(1, uint64(blocks)))
-	}
-	each, more := share(parts[:bf16From], p.FirstBlocks)
-	if each > 0xffff || more > 0xffff {
-		return plan, p, fmt.Errorf("cuda: no streaming plan for %d rows on %d blocks", rowsOf(parts), plan.Grid)
-	}
-	p.Piece = each<<16 | more
-	others, one := share(parts[bf16From:], plan.Grid-p.FirstBlocks)
-	slab := max(each+min(1, more), others+min(1, one))
-	room, most := l.SharedPerBlock, uint32(64)
-	if t.Blocks > l.SMs {
-		room = l.Half()
-	}
-	if v.warps == keptWarps {
-		most = 32 * v.warps
-	}
-	for p.Window = 64; ; p.Window /= 2 {
-		if p.Stages = 2; slab <= p.Window {
-			p.Stages = 1
-		}
-		plan.Shared = t.Variant.streamShared(r, k, p.Window, p.Stages)
-		if p.Window == t.Window || p.Window == tileRows || t.Window == 0 && p.Window*r <= most && plan.Shared <= room {
-			break
-		}
-	}
-	if plan.Shared > l.SharedPerBlock {
-		return plan, p, fmt.Errorf("cuda: no streaming plan for %d rows of %d: %d bytes of shared memory", r, k, l.SharedPerBlock)
-	}
 	return plan, p, nil
 }
 
@@ -273,11 +235,15 @@ func rowsOf(parts []Part) (n uint64) {
 const (
 	maxHidden   = 2560 // H
 	maxRank     = 320
-	downRows    = 10   // rows of a block of hc_down
-	downPair    = 2    // activation rows that a block of hc_down unpacks a weight for; of more rows it is four
-	downStatic  = 3968 // bytes of its shared memory that are not in the plan, with more
+	downRows    = 32   // rows of a block of hc_down: two tiles of the tensor instruction
+	downPart    = 1280 // k of such a block: half of a stream's
+	hyperWarps  = 10   // of such a block
+	downCell    = 320  // bytes of its shared memory for a warp's k of an activation row
+	downStatic  = 3072 // bytes of its shared memory that are not in the plan, at most
+	downSums    = 9216 // and with BF16 weights of several rows
 	upColumns   = 24   // columns of a block of hc_up_mix
-	upCluster   = 8    // blocks that share the work before the product, with several rows
+	upFew       = 4    // blocks that share the work before the product, with two to four rows
+	upCluster   = 8    // the same with more
 	routerUnits = 7    // pairs of rows of a block of the router
 )
 
@@ -294,58 +260,73 @@ func operandPitch(k uint32) uint32 { return 2*k + 64 }
 // be too many for a launch.
 func (l Limits) HcDown(fp8 bool, r, h, low uint32) (Plan, HcDownParams, error) {
 	p := HcDownParams{R: r, H: h, L: low}
-	if r < 1 || r > MaxRows || h == 0 || h%16 != 0 || h > maxHidden || low == 0 || low%16 != 0 || low > maxRank {
+	if r < 1 || r > MaxRows || h < 32 || h%16 != 0 || h > maxHidden || low == 0 || low%16 != 0 || low > maxRank {
 		return Plan{}, p, fmt.Errorf("cuda: no hyper-connection plan for %d rows of %d, rank %d", r, h, low)
 	}
-	p.Groups = min(low, max(l.SMs/4-1, (low+downRows-1)/downRows)) // one block a stream more makes the injection rows
+	// One block a half of a stream more makes the injection rows. Fewer blocks of more rows read the activations less often, but take longer to get 16-bit weights.
+	p.Groups = (low + downRows - 1) / downRows
+	if most := l.SMs/8 - 1; !fp8 && (r == 1 || r > upFew) {
+		p.Groups = max(p.Groups, min(low, most))
+	} else if 2*p.Groups <= most {
+		p.Groups *= 2
+	}
 	rows := (low + p.Groups - 1) / p.Groups
 	p.Trigger = 2
-	plan := Plan{Grid: 4 * (p.Groups + 1)}
+	// the weights, and cells for each warp; of E4M3 the sums need room behind the inject rows, which are BF16
+	const half, whole = downPart + 32, 2*downPart + 64
+	plan := Plan{Kernel: []ID{HcDownBf16, HcDownTwoBf16, HcDownRowsBf16}[min(r, 3)-1], Grid: 8 * (p.Groups + 1)}
+	both := uint32(hyperWarps * (2*r*downCell + 64))
+	plan.Shared = 128 + max(rows, 4)*whole + both
 	if fp8 {
-		plan.Kernel, plan.Shared = pick(r, HcDownE4m3, HcDownRowsE4m3), 128+max(rows*h, 4*2*h)
-	} else {
-		plan.Kernel, plan.Shared = pick(r, HcDownBf16, HcDownRowsBf16), 128+max(4, rows)*2*h
-	}
-	if r > downPair {
-		// weights and norm, and two values for each of an activation, all at the pitch of the widest rows
-		plan.Kernel, plan.Shared = HcDownTilesBf16, 128+maxHidden*(2+2*downRows+4*r)
-		if fp8 {
-			plan.Kernel, plan.Shared = HcDownTilesE4m3, 128+maxHidden*(2+downRows+4*r)
+		const sums = 4*whole + hyperWarps*MaxRows*36*4
+		cells := both
+		if r <= 2 {
+			cells = hyperWarps * r * downCell
 		}
+		plan.Kernel = []ID{HcDownE4m3, HcDownTwoE4m3, HcDownRowsE4m3}[min(r, 3)-1]
+		plan.Shared = 128 + max(max(rows*half, sums)+cells, sums+both)
 	}
-	if r > 1 { // instructions bound it: where the kernel before ends early on an SM, two blocks must not come to stand there
+	// Where the kernel before ends early on an SM, two blocks must not come to stand there; with few rows of E4M3 it gains more beside that kernel.
+	if r > upFew || r > 1 && !fp8 {
 		plan.Shared = max(plan.Shared, l.Half()+128)
 	}
-	if plan.Shared+downStatic > l.SharedPerBlock {
+	static := uint32(downStatic)
+	if !fp8 {
+		static += downSums
+	}
+	if plan.Shared+static > l.SharedPerBlock {
 		return plan, p, fmt.Errorf("cuda: no hyper-connection plan for %d rows of %d: %d bytes of shared memory", r, h, l.SharedPerBlock)
 	}
 	return plan, p, nil
 }
 
-// pick chooses the kernel for a single row or the one for several; both give a row the same bits.
-func pick(r uint32, one, several ID) ID {
-	if r == 1 {
-		return one
-	}
-	return several
-}
-
 // HcUp plans the second half.
 func (l Limits) HcUp(fp8 bool, r, h, low uint32) (Plan, HcUpParams, error) {
 	p := HcUpParams{R: r, H: h, L: low, Trigger: 2}
-	if r < 1 || r > MaxRows || h == 0 || h%16 != 0 || h > maxHidden || low == 0 || low%16 != 0 || low > maxRank {
+	if r < 1 || r > MaxRows || h < 32 || h%16 != 0 || h > maxHidden || low == 0 || low%16 != 0 || low > maxRank {
 		return Plan{}, p, fmt.Errorf("cuda: no hyper-connection plan for %d rows of %d, rank %d", r, h, low)
 	}
-	plan := Plan{Kernel: pick(r, HcUpMixBf16, HcUpMixRowsBf16), Grid: max(min(l.SMs, h), (h+upColumns-1)/upColumns)}
-	if r > 1 { // in clusters
-		plan.Grid = max(min(l.SMs, h)/upCluster, (h+upCluster*upColumns-1)/(upCluster*upColumns)) * upCluster
-	}
+	plan := Plan{Kernel: HcUpMixBf16, Grid: max(min(l.SMs, h), (h+upColumns-1)/upColumns)}
 	bytes := 2 * low
 	if fp8 {
-		plan.Kernel, bytes = pick(r, HcUpMixE4m3, HcUpMixRowsE4m3), low
+		plan.Kernel, bytes = HcUpMixE4m3, low
+	}
+	if r > 1 {
+		n, kernels := uint32(upFew), [2]ID{HcUpMixFewBf16, HcUpMixFewE4m3}
+		if r > upFew {
+			n, kernels = upCluster, [2]ID{HcUpMixRowsBf16, HcUpMixRowsE4m3}
+		}
+		plan.Kernel = kernels[0]
+		if fp8 {
+			plan.Kernel = kernels[1]
+		}
+		plan.Grid = max(min(l.SMs, h)/n, (h+n*upColumns-1)/(n*upColumns)) * n
 	}
 	run := (h + plan.Grid - 1) / plan.Grid * bytes
 	plan.Shared = 128 + 4*((run+127)/128*128+64) + 2*r*operandPitch(low)
+	if r == 1 { // hc_down leaves SMs empty, where two blocks must not come to stand
+		plan.Shared = max(plan.Shared, l.Half()+128)
+	}
 	return plan, p, nil
 }
 
