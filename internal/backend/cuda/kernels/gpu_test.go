@@ -190,6 +190,8 @@ func TestGemv(t *testing.T) {
 			{"gdn_in", []int{10240, 6144}, []int{48, 48}, 2560, 97},
 			{"gdn_out", []int{2560}, nil, 6144, 31},
 			{"qsa_in", []int{12288, 512, 512}, []int{640}, 2560, 97},
+			{"uneven runs", []int{9000}, nil, 2496, 97}, // long enough for two blocks of ten warps on an SM
+			{"short runs", []int{24000}, nil, 1024, 97},
 			{"micro", []int{384, 128}, []int{3, 3}, 128, 1},
 			{"odd", []int{1, 17, 301}, []int{5}, 192, 1},
 			{"tiny", []int{7}, nil, 64, 1},
@@ -817,7 +819,7 @@ func TestRowsAlone(t *testing.T) {
 func TestStreamedRowsAlone(t *testing.T) {
 	withGPU(t, func(g *gpu) {
 		rng := rand.New(rand.NewPCG(23, 24))
-		for _, sh := range []struct{ rows, k int }{{16384, 2560}, {2560, 6144}, {129, 256}} {
+		for _, sh := range []struct{ rows, k int }{{16384, 2560}, {24000, 1024}, {2560, 6144}, {129, 256}} {
 			for _, f := range []Format{FormatBF16, FormatE4M3, FormatQ4} {
 				if !f.Streams(uint32(sh.k)) {
 					continue

@@ -39,8 +39,6 @@ const (
 	GemvE4m3W8                 // GemvParams
 	GemvBf16Small              // GemvParams
 	GemvE4m3Small              // GemvParams
-	GemvBf16Shallow            // GemvParams
-	GemvE4m3Shallow            // GemvParams
 	GemvBf16Deep               // GemvParams
 	GemvE4m3Deep               // GemvParams
 	GemvQ4                     // GemvParams
@@ -87,8 +85,6 @@ var table = code.Table[ID]{
 		{Name: "gemv_e4m3_w8", Source: "stream", Threads: (256)},
 		{Name: "gemv_bf16_small", Source: "stream", Threads: (256)},
 		{Name: "gemv_e4m3_small", Source: "stream", Threads: (256)},
-		{Name: "gemv_bf16_shallow", Source: "stream", Threads: (320)},
-		{Name: "gemv_e4m3_shallow", Source: "stream", Threads: (320)},
 		{Name: "gemv_bf16_deep", Source: "stream", Threads: (320)},
 		{Name: "gemv_e4m3_deep", Source: "stream", Threads: (320)},
 		{Name: "gemv_q4", Source: "stream", Threads: (256)},

@@ -20,8 +20,8 @@ struct GemvParams {
   const __nv_bfloat16* x;  // [R][x_ld] activations
   uint64_t* best;          // [R][blocks] argmax keys, or null
   uint32_t r, x_ld, k;     // activation rows (1..8), their stride, K
-  uint32_t piece;          // Q4: tiles of a warp whose scales have a place
-  uint32_t stages;         // Q4: copies on their way to a warp
+  uint32_t piece;          // Q4: tiles of a warp whose scales have a place; else rows of a block, see stream.cu
+  uint32_t stages;         // Q4: copies on their way to a warp; else windows of sums
   uint32_t parts;          // parts used
   uint32_t first_parts;    // the first so many are in the kernel's own format, the rest BF16
   uint32_t first_blocks;   // blocks that work on the first parts

@@ -64,27 +64,40 @@ type Tuning struct {
 // Variant is a shape of the streaming kernels' blocks.
 type Variant int
 
-// The variants: 10 warps with 9 KB each on their way, 8 with 12, 10 with 18, which takes an SM for itself, 8 with 4 where shared memory
-// is short, and 10 with 6 where the activations of many rows would leave no room for a second block. Auto chooses.
+// The variants: 10 warps with 8 KB each on their way, 8 with 12, 10 with 16, which takes an SM for itself, and 8 with 4 where shared memory
+// is short. Ten warps hold their activations in registers, rows of at most keptK. Auto chooses.
 const (
 	Auto Variant = iota
 	Ten
 	Eight
 	Deep
 	Small
-	Shallow
 )
+
+const keptWarps, keptK = 10, 2560
 
 var variants = [...]struct {
 	bf16, e4m3   ID
 	warps, depth uint32
 }{
 	{},
-	{GemvBf16, GemvE4m3, 10, 9},
+	{GemvBf16, GemvE4m3, keptWarps, 8},
 	{GemvBf16W8, GemvE4m3W8, 8, 12},
-	{GemvBf16Deep, GemvE4m3Deep, 10, 18},
+	{GemvBf16Deep, GemvE4m3Deep, keptWarps, 16},
 	{GemvBf16Small, GemvE4m3Small, 8, 4},
-	{GemvBf16Shallow, GemvE4m3Shallow, 10, 6},
+}
+
+// smaller is what takes less shared memory than a variant.
+var smaller = [...]Variant{Deep: Ten, Ten: Small, Eight: Small}
+
+// streamShared is the shared memory of a block of a streaming kernel of BF16 or E4M3: sums of so many windows, activations, what is on its way.
+func (v Variant) streamShared(r, k, window, windows uint32) uint32 {
+	w := variants[v]
+	n := windows*w.warps*r*(window+4)*4 + 128 + w.warps*w.depth*1024
+	if w.warps != keptWarps {
+		n += r * (2*k + 64)
+	}
+	return n
 }
 
 // Gemv plans a streaming launch over parts (at most 8) that share x: r rows (1..8) of k. The first parts are in format f, from index
@@ -96,6 +109,8 @@ func (l Limits) Gemv(f Format, r, k uint32, parts []Part, bf16From int, t Tuning
 	if f != FormatQ4 {
 		t.Variant = Eight
 		switch total := uint64(f.rowBytes(k)) * rowsOf(parts); {
+		case k > keptK:
+			t.Trigger = 2
 		case total > 256<<20:
 			// with room for two blocks on an SM, some SMs get two of a launch and others none, which a long kernel pays for
 			t.Variant = Deep
@@ -114,18 +129,25 @@ func (l Limits) gemv(f Format, r, k uint32, parts []Part, bf16From int, t Tuning
 	if t.Variant == Auto {
 		t.Variant = Eight
 	}
+	if r < 1 || r > MaxRows || len(parts) > len(p.Part) || len(parts) == 0 || !f.Streams(k) || k > 1<<17 || t.Window != 0 && 64%t.Window != 0 || t.Window%tileRows != 0 ||
+		t.Window*r > 128 || bf16From < len(parts) && f != FormatE4M3 || f != FormatQ4 && k > keptK && variants[t.Variant].warps == keptWarps {
+		return Plan{}, p, fmt.Errorf("cuda: no streaming plan for %d rows of %d in %d parts", r, k, len(parts))
+	}
+	// As many warps for any number of rows, which is one order of sums.
+	for t.Variant != Small && f != FormatQ4 {
+		most := r
+		if variants[t.Variant].warps == keptWarps {
+			most = MaxRows
+		}
+		if t.Variant.streamShared(most, k, tileRows, 2) <= l.SharedPerBlock {
+			break
+		}
+		t.Variant = smaller[t.Variant]
+	}
 	v := variants[t.Variant]
 	plan := Plan{Kernel: []ID{v.bf16, v.e4m3, GemvQ4}[f]}
-	if r < 1 || r > MaxRows || len(parts) > len(p.Part) || len(parts) == 0 || !f.Streams(k) || k > 1<<17 || t.Window%tileRows != 0 ||
-		t.Window*r > 128 || bf16From < len(parts) && f != FormatE4M3 {
-		return plan, p, fmt.Errorf("cuda: no streaming plan for %d rows of %d in %d parts", r, k, len(parts))
-	}
 	copy(p.Part[:], parts)
 	row := f.rowBytes(k)
-	p.Window = max(tileRows, 64/r/tileRows*tileRows)
-	if t.Window != 0 {
-		p.Window = t.Window
-	}
 	if f == FormatQ4 {
 		depth := uint32(q4Depth)
 		if t.Blocks = 2 * l.SMs; r > MaxRows/2 { // more rows than a pass takes
@@ -144,26 +166,8 @@ func (l Limits) gemv(f Format, r, k uint32, parts []Part, bf16From int, t Tuning
 		if plan.Shared = shared(); plan.Shared > l.SharedPerBlock {
 			return plan, p, fmt.Errorf("cuda: no streaming plan for %d rows of %d: %d bytes of shared memory", r, k, l.SharedPerBlock)
 		}
-	} else {
-		plan.Shared = 2*v.warps*r*p.Window*4 + r*(2*k+64) + 128 + v.warps*v.depth*1024
-		if plan.Shared > l.SharedPerBlock && t.Variant != Small {
-			if t.Variant == Deep {
-				t.Variant = Ten
-			} else {
-				t.Variant = Small
-			}
-			return l.gemv(f, r, k, parts, bf16From, t, auto)
-		}
-		if auto && t.Variant == Ten && plan.Shared > l.Half() { // as many warps as for fewer rows: the same sums
-			t.Variant = Shallow
-			return l.gemv(f, r, k, parts, bf16From, t, auto)
-		}
-		if auto && plan.Shared > l.Half() {
-			t.Blocks, t.Trigger = 0, 0 // the activations of many rows leave no room for a second block, nor for a neighbour
-		}
-		if plan.Shared > l.SharedPerBlock {
-			return plan, p, fmt.Errorf("cuda: no streaming plan for %d rows of %d: %d bytes of shared memory", r, k, l.SharedPerBlock)
-		}
+	} else if auto && t.Variant.streamShared(r, k, tileRows, 2) > l.Half() {
+		t.Blocks, t.Trigger = 0, 0 // the activations of many rows leave no room for a second block, nor for a neighbour
 	}
 	plan.Grid = l.SMs
 	if t.Blocks != 0 {
@@ -186,6 +190,40 @@ func (l Limits) gemv(f Format, r, k uint32, parts []Part, bf16From int, t Tuning
 		}
 	}
 	p.Trigger = t.Trigger
+	if f == FormatQ4 {
+		return plan, p, nil
+	}
+	// sums of all of a block's rows, or of two windows in turn
+	share := func(parts []Part, blocks uint32) (each, more uint32) {
+		n := rowsOf(parts)
+		return uint32(n / max(1, uint64(blocks))), uint32(n % max(1, uint64(blocks)))
+	}
+	each, more := share(parts[:bf16From], p.FirstBlocks)
+	if each > 0xffff || more > 0xffff {
+		return plan, p, fmt.Errorf("cuda: no streaming plan for %d rows on %d blocks", rowsOf(parts), plan.Grid)
+	}
+	p.Piece = each<<16 | more
+	others, one := share(parts[bf16From:], plan.Grid-p.FirstBlocks)
+	slab := max(each+min(1, more), others+min(1, one))
+	room, most := l.SharedPerBlock, uint32(64)
+	if t.Blocks > l.SMs {
+		room = l.Half()
+	}
+	if v.warps == keptWarps {
+		most = 32 * v.warps
+	}
+	for p.Window = 64; ; p.Window /= 2 {
+		if p.Stages = 2; slab <= p.Window {
+			p.Stages = 1
+		}
+		plan.Shared = t.Variant.streamShared(r, k, p.Window, p.Stages)
+		if p.Window == t.Window || p.Window == tileRows || t.Window == 0 && p.Window*r <= most && plan.Shared <= room {
+			break
+		}
+	}
+	if plan.Shared > l.SharedPerBlock {
+		return plan, p, fmt.Errorf("cuda: no streaming plan for %d rows of %d: %d bytes of shared memory", r, k, l.SharedPerBlock)
+	}
 	return plan, p, nil
 }
 

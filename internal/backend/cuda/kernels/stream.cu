@@ -7,10 +7,11 @@
 // Plan of a block (BF16, E4M3): a block owns a contiguous slab of rows (shares differ by at most one row). Each warp owns a run of k in
 // all rows and streams it through a FIFO of 1 KB asynchronous copies that are private to a lane, filled before the dependency wait:
 // no barrier while streaming. Weights are the A operand of m16n8k16, the activation rows its columns; the warps' sums are added in warp
-// order once a window of rows: no atomics, the same bits at every launch. Q4: each warp owns rows, with all of k.
+// order once a window of rows: no atomics, the same bits at every launch. Blocks of ten warps keep activations in registers. Q4: each warp owns rows,
+// with all of k.
 //
-// Measured on one H200, R = 1, in-chain, share of the same run's read stream (4.62 TB/s), 16 / 8-bit: gdn_in 0.92 / 0.78, gdn_out
-// 0.78 / 0.63, qsa_in 0.89 / 0.73, head 0.95 / 0.91; proposal head (Q4) 0.80. The way there: docs/ladders.md.
+// What p.piece and p.stages mean for BF16 and E4M3: rows that each block of the first parts has, times 65,536, plus how many blocks have one more; and
+// the windows whose sums have places, one where a block has no more rows than that. What was measured: docs/kernels.md; the way there: docs/ladders.md.
 #include "common.cuh"
 #include "params.h"
 
@@ -50,31 +51,81 @@ struct TileWalk {
   }
 };
 
-template <int F, int kWarps, int kDepth>
+// A warp's activations of one to eight rows as operands of the tensor instruction: lane (g, t) has row g and, of each chunk, the k of the weights that it
+// copies. Rows from p.r on are zero.
+template <int F>
+struct Kept {
+  static constexpr int most = F == FORMAT_E4M3 ? 4 : 8;  // chunks
+  uint4 v[8];
+  NINFER_DEVICE uint4 low(int c) const { return v[F == FORMAT_E4M3 ? 2 * c : c]; }
+  NINFER_DEVICE uint4 high(int c) const { return v[F == FORMAT_E4M3 ? 2 * c + 1 : c]; }
+
+  // x is row g from the warp's first k on.
+  NINFER_DEVICE void ask(const bf16* x, bool have, uint32_t chunks, uint32_t t) {
+    const uint8_t* at = (const uint8_t*)x + (F == FORMAT_E4M3 ? t / 2 * 64 + t % 2 * 16 : t * 16);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      v[i] = make_uint4(0, 0, 0, 0);
+      if (have && (F == FORMAT_E4M3 ? i / 2 : i) < chunks) v[i] = ldg_l2(at + (F == FORMAT_E4M3 ? i / 2 * 128 + i % 2 * 32 : i * 64));
+    }
+  }
+  // For E4M3 they become FP16, each row scaled by a power of two, exactly, that brings the slice's largest magnitude near 2^15; undo: of columns 2t
+  // and 2t + 1.
+  NINFER_DEVICE void convert(uint32_t t, float* undo) {
+    if constexpr (F == FORMAT_E4M3) {
+      uint32_t m = 0;
+#pragma unroll
+      for (int i = 0; i < 8; i++) m = max(m, magnitude8(v[i]));
+      m = max(m, __shfl_xor_sync(~0u, m, 1));
+      m = max(m, __shfl_xor_sync(~0u, m, 2));
+      const int shift = f16_shift(m);
+      const float f = power_of_two(shift);
+      undo[0] = power_of_two(-__shfl_sync(~0u, shift, 8 * t)), undo[1] = power_of_two(-__shfl_sync(~0u, shift, 8 * t + 4));
+      // Of a lane's 32 bytes in a chunk one half came to its neighbour, so that two lanes asked for whole sectors.
+#pragma unroll
+      for (int c = 0; c < most; c++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          uint32_t &lo = (&v[2 * c].x)[i], &hi = (&v[2 * c + 1].x)[i];
+          const uint32_t a = bf16_to_f16(lo, f), b = bf16_to_f16(hi, f), other = __shfl_xor_sync(~0u, t % 2 ? a : b, 1);
+          lo = t % 2 ? other : a, hi = t % 2 ? b : other;
+        }
+    }
+  }
+};
+
+// Ten warps keep their activations in registers, and their FIFO holds whole tiles of their run of k: kDepth KB, of which the blocks of the grid's second
+// half, which come to an SM last, ask for kEarly KB before the wait and for the rest when they have asked for activations, which would come behind it.
+template <int F, int kWarps, int kDepth, int kEarly = kDepth>
 NINFER_DEVICE void run_slab(const GemvParams& p, uint32_t part0, uint32_t part1, uint32_t block, uint32_t blocks) {
   constexpr int chunk = Format<F>::chunk, ks = Format<F>::ks;
+  constexpr bool kept = kWarps == 10;  // activations in registers
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   // two rows' loads of activations share no bank: a lane takes 32 bytes of each in E4M3, else 16
-  const uint32_t row_bytes = p.k / ks * chunk, x_pitch = p.k * 2 + (F == FORMAT_E4M3 ? 16 : 64);
+  const uint32_t row_bytes = p.k / ks * chunk, x_pitch = kept ? 0 : p.k * 2 + (F == FORMAT_E4M3 ? 16 : 64);
   const uint32_t window = p.window;  // rows whose partial sums are kept before they are added up
 
-  // shared memory: partial sums [2][warp][column][window row], activations [R][x_pitch], FIFO [warp][depth][2][lane][16]
+  // shared memory: partial sums [1 or 2][warp][column][window row], activations [R][x_pitch], FIFO [warp][depth][2][lane][16]
   float* sums = (float*)smem;
-  const uint32_t sum_stride = p.r * window;
-  const uint32_t xs = smem_addr(smem) + 2 * kWarps * sum_stride * 4;
-  const uint32_t fifo = ((xs + p.r * x_pitch + 127) & ~127u) + warp * (kDepth * 1024) + lane * 16;
+  const uint32_t sum_pitch = window + 4, sum_stride = p.r * sum_pitch;
+  const uint32_t xs = smem_addr(smem) + p.stages * kWarps * sum_stride * 4;
+  uint32_t fifo = ((xs + p.r * x_pitch + 127) & ~127u) + warp * (kDepth * 1024) + lane * 16;
+  // Nothing that ptxas may take apart: of nvcc 13.0 a copy to a register plus a uniform register is an illegal instruction.
+  fifo = __shfl_sync(~0u, fifo, lane);
 
   STAMP_BEGIN(F)
-  uint32_t total = 0, first_base = 0;
-  for (uint32_t i = part0; i < part1; i++) total += p.part[i].rows;
-  for (uint32_t i = 0; i < part0; i++) first_base += p.part[i].rows;
+  // The block's rows. Of the first parts without divisions, which come before everything else.
+  uint32_t each = p.piece >> 16, more_have = p.piece & 0xffff, first_base = 0;
+  if (part0) {
+    uint32_t total = 0;
+    for (uint32_t i = part0; i < part1; i++) total += p.part[i].rows;
+    each = total / blocks, more_have = total % blocks;
+    for (uint32_t i = 0; i < part0; i++) first_base += p.part[i].rows;
+  }
+  const uint32_t slab0 = block * each + min(block, more_have);
   TileWalk ahead;
-  const uint32_t slab0 = share_start(total, blocks, block);
-  ahead.row = slab0;
-  ahead.end = share_start(total, blocks, block + 1);
+  ahead.row = slab0, ahead.end = slab0 + each + (block < more_have), ahead.tile = kTileRows;
   ahead.part = part0, ahead.base = 0, ahead.stop = 0;
-  const uint32_t slab = ahead.end - slab0;
-  ahead.tile = slab ? ceil_div(slab, ceil_div(slab, kTileRows)) : kTileRows;
   TileWalk walk = ahead;
 
   if (p.trigger == 0) pdl_trigger();
@@ -86,6 +137,27 @@ NINFER_DEVICE void run_slab(const GemvParams& p, uint32_t part0, uint32_t part1,
   const uint32_t chunks = grain * share_start(all_chunks / grain, kWarps, warp + 1) - chunk0;
   const uint64_t policy = policy_evict_first();
   const uint8_t* src = nullptr;
+  // Kept: a tile's chunks have places of their own, and a place that was read takes the same chunk of a later tile.
+  constexpr int per = Kept<F>::most, tiles = kept ? kDepth / per : 1;
+  static_assert(!kept || kDepth % per == 0 && kEarly % per == 0);
+  auto next_tile = [&]() -> uint32_t {
+    uint32_t first, n;
+    if (!ahead.next(p, first, n)) return 0;
+    src = (const uint8_t*)p.part[ahead.part].w + (uint64_t)(first + g) * row_bytes + chunk0 * chunk + t * 16;
+    return n;
+  };
+  auto copy_chunk = [&](uint32_t at, uint32_t n, int c) {
+    if (c < chunks) {
+      if (g < n) copy16(at + c * 1024, src + c * chunk, policy);
+      if (g + 8 < n) copy16(at + c * 1024 + 512, src + c * chunk + 8 * (uint64_t)row_bytes, policy);
+    }
+    copy_commit();
+  };
+  auto copy_tile = [&](uint32_t i) {
+    const uint32_t n = next_tile();
+#pragma unroll
+    for (int c = 0; c < per; c++) copy_chunk(fifo + i * per * 1024, n, c);
+  };
   uint32_t ahead_chunk = chunks, ahead_n = 0, ahead_slot = 0;
   auto copy_next = [&]() {
     if (ahead_chunk == chunks) {
@@ -101,29 +173,41 @@ NINFER_DEVICE void run_slab(const GemvParams& p, uint32_t part0, uint32_t part1,
     src += chunk, ++ahead_chunk;
     if (++ahead_slot == kDepth) ahead_slot = 0;
   };
+  const int early = !kept || blockIdx.x < gridDim.x / 2 ? kDepth : kEarly;
 #pragma unroll 1
-  for (int i = 0; i < kDepth; i++) copy_next();
+  for (int i = 0; i < early; i += kept ? per : 1)
+    if constexpr (kept)
+      copy_tile(i / per);
+    else
+      copy_next();
 
-  // In the epilogue a thread is one (column, window row). Row scales are weights and far away: asked for a window ahead.
-  const uint32_t col = threadIdx.x / window, wrow = threadIdx.x % window;
-  auto scale_of = [&](uint32_t row) -> float {
-    if (F != FORMAT_E4M3 || col >= p.r || row >= walk.end) return 1.0f;
-    uint32_t i = part0, base = 0;
-    while (row >= base + p.part[i].rows) base += p.part[i].rows, ++i;
-    if (p.part[i].flags & PART_SCALE_F32) return __ldg((const float*)p.part[i].scale + row - base);
-    return __uint_as_float((uint32_t)__ldg((const uint16_t*)p.part[i].scale + row - base) << 16);
+  // In the epilogue a thread is one (column, window row). Row scales are weights and far away: asked for a window ahead, and kept as they are stored,
+  // since whatever were made of them here would be waited for here.
+  const uint32_t col = threadIdx.x >> (31 - __clz(window)), wrow = threadIdx.x & (window - 1);
+  uint32_t own_part = part0, own_base = 0;  // of the thread's row
+  auto scale_of = [&](uint32_t row) -> uint32_t {
+    if (col >= p.r || row >= walk.end) return 0;
+    while (row >= own_base + p.part[own_part].rows) own_base += p.part[own_part].rows, ++own_part;
+    if (F != FORMAT_E4M3) return 0;
+    if (p.part[own_part].flags & PART_SCALE_F32) return __ldg((const uint32_t*)p.part[own_part].scale + row - own_base);
+    return __ldg((const uint16_t*)p.part[own_part].scale + row - own_base);
   };
-  float scale = scale_of(slab0 + wrow);
+  uint32_t scale = scale_of(slab0 + wrow);
 
   STAMP(1)
   pdl_wait();
   STAMP(2)
   if (p.trigger == 1) pdl_trigger();
 
-  // The warp's own slice of the activations; nobody else reads it. For E4M3 they become FP16, each row scaled by a power of two,
-  // exactly, that brings the slice's largest magnitude near 2^15.
-  float undo0 = 1.0f, undo1 = 1.0f;
-  {
+  // The warp's own slice of the activations; nobody else reads it. In shared memory they are the same as in Kept.
+  float undo[2] = {1.0f, 1.0f};
+  Kept<F> own;
+  if constexpr (kept) {
+    own.ask(p.x + (uint64_t)g * p.x_ld + chunk0 * ks, g < p.r, chunks, t);
+#pragma unroll 1
+    for (int i = early; i < kDepth; i += per) copy_tile(i / per);
+    own.convert(t, undo);
+  } else {
     const uint32_t units = chunks * ks / 8, xw = xs + chunk0 * ks * 2;
     const bf16* x = p.x + chunk0 * ks;
     uint4 v[4];
@@ -145,8 +229,8 @@ NINFER_DEVICE void run_slab(const GemvParams& p, uint32_t part0, uint32_t part1,
           uint32_t m = max(max(magnitude8(w[0]), magnitude8(w[1])), max(magnitude8(w[2]), magnitude8(w[3])));
           const int shift = f16_shift(__reduce_max_sync(~0u, m));
           f = power_of_two(shift);
-          if (r == 2 * t) undo0 = power_of_two(-shift);
-          if (r == 2 * t + 1) undo1 = power_of_two(-shift);
+          if (r == 2 * t) undo[0] = power_of_two(-shift);
+          if (r == 2 * t + 1) undo[1] = power_of_two(-shift);
         }
 #pragma unroll
         for (int j = 0; j < 4; j++)
@@ -164,8 +248,8 @@ NINFER_DEVICE void run_slab(const GemvParams& p, uint32_t part0, uint32_t part1,
           for (uint32_t u = lane; u < units; u += 32) m = max(m, magnitude8(ldg_l2(x + (uint64_t)r * p.x_ld + u * 8)));
           const int shift = f16_shift(__reduce_max_sync(~0u, m));
           f = power_of_two(shift);
-          if (r == 2 * t) undo0 = power_of_two(-shift);
-          if (r == 2 * t + 1) undo1 = power_of_two(-shift);
+          if (r == 2 * t) undo[0] = power_of_two(-shift);
+          if (r == 2 * t + 1) undo[1] = power_of_two(-shift);
         }
         for (uint32_t u = lane; u < units; u += 32) {
           uint4 w = ldg_l2(x + (uint64_t)r * p.x_ld + u * 8);
@@ -186,18 +270,7 @@ NINFER_DEVICE void run_slab(const GemvParams& p, uint32_t part0, uint32_t part1,
   bool more = walk.next(p, first, n);
   while (more) {
     float acc[2][4] = {};
-    uint32_t b = xlane;
-#pragma unroll 4
-    for (uint32_t c = 0; c < chunks; c++) {
-      copy_wait<kDepth - 1>();
-      const uint32_t at = fifo + slot * 1024;
-      const uint4 u = lds128(at), v = lds128(at + 512);
-      uint4 x0 = make_uint4(0, 0, 0, 0), x1 = x0;
-      if (live) {
-        x0 = lds128(b);
-        if (F == FORMAT_E4M3) x1 = lds128(b + 16);
-      }
-      copy_next();
+    auto multiply = [&](uint4 u, uint4 v, uint4 x0, uint4 x1) {
       if constexpr (F == FORMAT_BF16) {
         mma_bf16(acc[0], u.x, v.x, u.y, v.y, x0.x, x0.y);
         mma_bf16(acc[1], u.z, v.z, u.w, v.w, x0.z, x0.w);
@@ -212,16 +285,44 @@ NINFER_DEVICE void run_slab(const GemvParams& p, uint32_t part0, uint32_t part1,
         e4m3x4_f16(u.w, ul, uh), e4m3x4_f16(v.w, vl, vh);
         mma_f16(acc[1], ul, vl, uh, vh, x1.z, x1.w);
       }
-      b += ks * 2;
-      if (++slot == kDepth) slot = 0;
+    };
+    if constexpr (kept) {
+      const uint32_t at = fifo + slot * per * 1024, coming = next_tile();
+#pragma unroll
+      for (int c = 0; c < per; c++) {
+        uint4 u, v;
+        if (c < chunks) {
+          copy_wait<kDepth - 1>();
+          u = lds128(at + c * 1024), v = lds128(at + c * 1024 + 512);
+        }
+        copy_chunk(at, coming, c);
+        if (c < chunks) multiply(u, v, own.low(c), own.high(c));
+      }
+      if (++slot == tiles) slot = 0;
+    } else {
+      uint32_t from = xlane;
+#pragma unroll 4
+      for (uint32_t c = 0; c < chunks; c++) {
+        copy_wait<kDepth - 1>();
+        const uint32_t at = fifo + slot * 1024;
+        const uint4 u = lds128(at), v = lds128(at + 512);
+        uint4 x0 = make_uint4(0, 0, 0, 0), x1 = x0;
+        if (live) {
+          x0 = lds128(from);
+          if (F == FORMAT_E4M3) x1 = lds128(from + 16);
+        }
+        copy_next();
+        multiply(u, v, x0, x1);
+        from += ks * 2;
+        if (++slot == kDepth) slot = 0;
+      }
     }
     float* mine = sums + (buffer * kWarps + warp) * sum_stride + filled;
 #pragma unroll
     for (int i = 0; i < 2; i++)
       if (2 * t + i < p.r) {
-        const float undo = i ? undo1 : undo0;
-        if (g < n) mine[(2 * t + i) * window + g] = (acc[0][i] + acc[1][i]) * undo;
-        if (g + 8 < n) mine[(2 * t + i) * window + g + 8] = (acc[0][i + 2] + acc[1][i + 2]) * undo;
+        if (g < n) mine[(2 * t + i) * sum_pitch + g] = (acc[0][i] + acc[1][i]) * undo[i];
+        if (g + 8 < n) mine[(2 * t + i) * sum_pitch + g + 8] = (acc[0][i + 2] + acc[1][i + 2]) * undo[i];
       }
     filled += n;
     more = walk.next(p, first, n);
@@ -229,17 +330,15 @@ NINFER_DEVICE void run_slab(const GemvParams& p, uint32_t part0, uint32_t part1,
 
     __syncthreads();  // all warps' sums of the window are there; the other buffer is free, its readers have passed here too
     if (col < p.r && wrow < filled) {
-      const float* from = sums + buffer * kWarps * sum_stride + threadIdx.x;
+      const float* from = sums + buffer * kWarps * sum_stride + col * sum_pitch + wrow;
       float v = 0;
 #pragma unroll
       for (int w = 0; w < kWarps; w++) v += from[w * sum_stride];
-      v *= scale;
       const uint32_t row = start + wrow;
-      uint32_t i = part0, base = 0;
-      while (row >= base + p.part[i].rows) base += p.part[i].rows, ++i;
-      const Part& part = p.part[i];
+      const Part& part = p.part[own_part];
+      if (F == FORMAT_E4M3) v *= __uint_as_float(part.flags & PART_SCALE_F32 ? scale : scale << 16);
       if (part.out) {
-        uint64_t o = (uint64_t)col * part.out_ld + row - base;
+        uint64_t o = (uint64_t)col * part.out_ld + row - own_base;
         if (part.flags & PART_OUT_F32)
           ((float*)part.out)[o] = v;
         else
@@ -524,19 +623,19 @@ NINFER_DEVICE void run_groups(const GemvParams& p, uint32_t block, uint32_t bloc
   }
 }
 
-// Variants by warps and copies on their way: 8 x 12 and 10 x 9 KB leave room for a neighbour on the SM, 10 x 18 does not: that is for long
+// Variants by warps and copies on their way: 8 x 12 and 10 x 8 KB leave room for a neighbour on the SM, 10 x 16 does not: that is for long
 // matrices, where a second block of the same launch on an SM would leave another SM without one. 8 x 4 is for GPUs with little shared memory and for
 // rows too long for the others.
 static constexpr int kThreads8 = 256;
 static constexpr int kThreads10 = 320;
 
-NINFER_KERNEL(gemv_bf16, GemvParams, kThreads10, 2) { run_slab<FORMAT_BF16, 10, 9>(p, 0, p.parts, blockIdx.x, gridDim.x); }
+NINFER_KERNEL(gemv_bf16, GemvParams, kThreads10, 2) { run_slab<FORMAT_BF16, 10, 8>(p, 0, p.parts, blockIdx.x, gridDim.x); }
 
 NINFER_KERNEL(gemv_e4m3, GemvParams, kThreads10, 2) {
   if (blockIdx.x < p.first_blocks)
-    run_slab<FORMAT_E4M3, 10, 9>(p, 0, p.first_parts, blockIdx.x, p.first_blocks);
+    run_slab<FORMAT_E4M3, 10, 8, 4>(p, 0, p.first_parts, blockIdx.x, p.first_blocks);
   else
-    run_slab<FORMAT_BF16, 10, 9>(p, p.first_parts, p.parts, blockIdx.x - p.first_blocks, gridDim.x - p.first_blocks);
+    run_slab<FORMAT_BF16, 10, 8>(p, p.first_parts, p.parts, blockIdx.x - p.first_blocks, gridDim.x - p.first_blocks);
 }
 
 NINFER_KERNEL(gemv_bf16_w8, GemvParams, kThreads8, 2) { run_slab<FORMAT_BF16, 8, 12>(p, 0, p.parts, blockIdx.x, gridDim.x); }
@@ -557,22 +656,13 @@ NINFER_KERNEL(gemv_e4m3_small, GemvParams, kThreads8, 2) {
     run_slab<FORMAT_BF16, 8, 4>(p, p.first_parts, p.parts, blockIdx.x - p.first_blocks, gridDim.x - p.first_blocks);
 }
 
-NINFER_KERNEL(gemv_bf16_shallow, GemvParams, kThreads10, 2) { run_slab<FORMAT_BF16, 10, 6>(p, 0, p.parts, blockIdx.x, gridDim.x); }
-
-NINFER_KERNEL(gemv_e4m3_shallow, GemvParams, kThreads10, 2) {
-  if (blockIdx.x < p.first_blocks)
-    run_slab<FORMAT_E4M3, 10, 6>(p, 0, p.first_parts, blockIdx.x, p.first_blocks);
-  else
-    run_slab<FORMAT_BF16, 10, 6>(p, p.first_parts, p.parts, blockIdx.x - p.first_blocks, gridDim.x - p.first_blocks);
-}
-
-NINFER_KERNEL(gemv_bf16_deep, GemvParams, kThreads10, 1) { run_slab<FORMAT_BF16, 10, 18>(p, 0, p.parts, blockIdx.x, gridDim.x); }
+NINFER_KERNEL(gemv_bf16_deep, GemvParams, kThreads10, 1) { run_slab<FORMAT_BF16, 10, 16>(p, 0, p.parts, blockIdx.x, gridDim.x); }
 
 NINFER_KERNEL(gemv_e4m3_deep, GemvParams, kThreads10, 1) {
   if (blockIdx.x < p.first_blocks)
-    run_slab<FORMAT_E4M3, 10, 18>(p, 0, p.first_parts, blockIdx.x, p.first_blocks);
+    run_slab<FORMAT_E4M3, 10, 16>(p, 0, p.first_parts, blockIdx.x, p.first_blocks);
   else
-    run_slab<FORMAT_BF16, 10, 18>(p, p.first_parts, p.parts, blockIdx.x - p.first_blocks, gridDim.x - p.first_blocks);
+    run_slab<FORMAT_BF16, 10, 16>(p, p.first_parts, p.parts, blockIdx.x - p.first_blocks, gridDim.x - p.first_blocks);
 }
 
 static constexpr int kThreadsQ4 = 256;
