@@ -14,7 +14,7 @@
 // before it let this one start.
 
 // A selection is one block, alone on its SM and once a launch: what takes its time is fetching instructions, so that its loops are not unrolled.
-static constexpr int kSelect = 512;             // threads
+static constexpr int kSelect = 1024;           // threads
 static constexpr uint32_t kCandidates = 8192;  // keys that it can choose from
 static constexpr uint32_t kNear = 32;          // keys of a bin that are ranked
 
@@ -70,7 +70,7 @@ DEVICE void choose(SelectRoom& room, uint32_t valid, uint32_t most, uint32_t low
   const uint32_t t = threadIdx.x, warp = t / 32, lane = t % 32;
   low = __reduce_min_sync(~0u, low), high = __reduce_max_sync(~0u, high);
   if (lane == 0) room.range[0][warp] = low, room.range[1][warp] = high;
-  *(uint4*)(room.bins + 4 * t) = make_uint4(0, 0, 0, 0);
+  if (t < kBins / 4) *(uint4*)(room.bins + 4 * t) = make_uint4(0, 0, 0, 0);
   if (t == 0) room.n = 0;
   __syncthreads();
   low = __reduce_min_sync(~0u, room.range[0][lane % (kSelect / 32)]), high = __reduce_max_sync(~0u, room.range[1][lane % (kSelect / 32)]);
@@ -95,9 +95,10 @@ DEVICE void choose(SelectRoom& room, uint32_t valid, uint32_t most, uint32_t low
       atomicAdd(room.bins + b, 1u);
     }
     __syncthreads();
-    // From the largest on, four bins a thread.
-    const uint32_t at = kBins - 4 * (t + 1);
-    const uint4 v = *(const uint4*)(room.bins + at);
+    // From the largest on, four bins a thread, as far as they go.
+    const bool scans = t < kBins / 4;
+    const uint32_t at = scans ? kBins - 4 * (t + 1) : 0;
+    const uint4 v = scans ? *(const uint4*)(room.bins + at) : make_uint4(0, 0, 0, 0);
     const uint32_t own = v.x + v.y + (v.z + v.w);
     uint32_t sum = own;
 #pragma unroll
@@ -107,7 +108,7 @@ DEVICE void choose(SelectRoom& room, uint32_t valid, uint32_t most, uint32_t low
     }
     if (lane == 31) room.scan[warp] = sum;
     __syncthreads();
-    *(uint4*)(room.bins + at) = make_uint4(0, 0, 0, 0);
+    if (scans) *(uint4*)(room.bins + at) = make_uint4(0, 0, 0, 0);
     const uint32_t above = sum - own + __reduce_add_sync(~0u, lane < warp ? room.scan[lane] : 0u);  // keys in larger bins
     if (above < need && need <= above + own) {
       const uint32_t w = v.w, z = w + v.z, y = z + v.y, left = need - above;
@@ -200,24 +201,14 @@ NINFER_KERNEL(select_blocks, SelectParams, kSelect, 1) {
   const float* scores = p.scores + (uint64_t)r * p.blocks + segment * kSegment;
   pdl();
   uint32_t low = ~0u, high = 0;
-  float4 four_scores[2];
+  const float4 four_scores = t * 4 < valid ? __ldcg((const float4*)scores + t) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  const float score[4] = {four_scores.x, four_scores.y, four_scores.z, four_scores.w};
 #pragma unroll
-  for (uint32_t j = 0; j < 2; j++) {
-    const uint32_t at = (j * kSelect + t) * 4;
-    four_scores[j] = at < valid ? __ldcg((const float4*)(scores + at)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  }
-#pragma unroll 1
-  for (uint32_t j = 0; j < 2; j++) {
-    const uint32_t at = (j * kSelect + t) * 4;
-    const float4 v = j ? four_scores[1] : four_scores[0];
-    const float f[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (uint32_t i = 0; i < 4; i++)
-      if (at + i < valid) {
-        const uint32_t key = float_key(f[i]);
-        room.key[at + i] = key, low = min(low, key), high = max(high, key);
-      }
-  }
+  for (uint32_t i = 0; i < 4; i++)
+    if (t * 4 + i < valid) {
+      const uint32_t key = float_key(score[i]);
+      room.key[t * 4 + i] = key, low = min(low, key), high = max(high, key);
+    }
   uint32_t* best = p.best + (uint64_t)r * gridDim.x * p.most * 2;
   bool joined = false;  // the segments' best
 #pragma unroll 1

@@ -77,7 +77,7 @@ var table = code.Table[ID]{
 	Archs:   []string{"sm_90a", "sm_120a"},
 	Sources: []string{"attention", "blocks", "delta", "drafts", "draw", "matrix", "prep", "project", "streams"},
 	Kernels: []code.Kernel{
-		{Name: "select_blocks", Source: "attention", Threads: (512)},
+		{Name: "select_blocks", Source: "attention", Threads: (1024)},
 		{Name: "attend_units", Source: "attention", Threads: (128)},
 		{Name: "attend_units_fp8", Source: "attention", Threads: (128)},
 		{Name: "attend_pairs", Source: "attention", Threads: (128)},
