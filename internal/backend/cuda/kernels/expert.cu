@@ -590,7 +590,7 @@ NINFER_KERNEL(expert_down_rows, ExpertDownParams, kDownThreads, 2) {
     mbar_fence_init();
   }
   if (threadIdx.x == 0) {  // the block's first tile, number of tiles and of windows, row: in shared memory, since registers are few
-    const uint32_t of_row = gridDim.x / p.r, row = blockIdx.x / of_row, block = blockIdx.x - row * of_row;
+    const uint32_t of_row = gridDim.x / p.r, row = blockIdx.x % p.r, block = blockIdx.x / p.r;
     const uint32_t tile0 = share_start(tiles, of_row, block), n = share_start(tiles, of_row, block + 1) - tile0;
     sts128(run, make_uint4(tile0, n, ceil_div(n, p.window), row));
   }
