@@ -283,6 +283,11 @@ func (s *step) tunedMix(l *loader, op backend.Mix) func(*pass) error {
 	x, xOut, inject, out := s.bufs[op.X.X], other, s.bufs[op.X.Inject], s.bufs[op.Out]
 	s.bufs[op.X.X], s.other[op.X.X] = other, x
 	scale := down.flags & kernels.PartScaleF32 / kernels.PartScaleF32
+	if w.Inject.Present() && len(s.ahead) == s.mixtures {
+		for r := range plans { // a mixer's first matrix comes next, which has much to ask for
+			plans[r].up.Trigger = 0
+		}
+	}
 	return func(p *pass) error {
 		for r := p.from; r < len(p.rows); r += most {
 			at := driver.Ptr(r)

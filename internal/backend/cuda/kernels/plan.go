@@ -115,7 +115,7 @@ func (l Limits) Gemv(f Format, r, k uint32, parts []Part, bf16From int, t Tuning
 			// with room for two blocks on an SM, some SMs get two of a launch and others none, which a long kernel pays for
 			t.Variant = Deep
 		case total > uint64(l.SMs)*(160<<10):
-			t.Variant, t.Blocks = Ten, 2*l.SMs
+			t.Variant, t.Blocks, t.Trigger = Ten, 2*l.SMs, 2
 		default: // short: the next kernel's weights must not stand in the way of this one's activations
 			t.Trigger = 2
 		}
