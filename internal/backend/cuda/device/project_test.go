@@ -34,7 +34,7 @@ func TestProjectors(t *testing.T) {
 		}
 		return v
 	}
-	for _, s := range []struct{ n, k, dim int }{{2560, 6144, 128}, {2561, 1536, 64}, {300, 768, 128}, {130, 320, 32}, {7, 64, 16}} {
+	for _, s := range []struct{ n, k, dim int }{{2560, 6144, 128}, {2561, 1536, 64}, {7000, 320, 32}, {300, 768, 128}, {130, 320, 32}, {7, 64, 16}} {
 		for _, fp8 := range []bool{true, false} {
 			r := rand.New(rand.NewPCG(uint64(s.n*s.k), 11))
 			weight := make([]float64, s.n*s.k)

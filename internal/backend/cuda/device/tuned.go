@@ -158,7 +158,7 @@ func (p *pass) project(x multiplicand, ld, rows int, parts []plain.Part, shift p
 	}
 	for r := 0; r < rows; {
 		n := rows - r
-		kernel, grid, shared := projector(d, &n, x, ld, parts, int(q.Shift.Count*q.Shift.C/8))
+		kernel, grid, shared := projector(d, &n, x, ld, parts, q.Shift)
 		if n == 0 {
 			return false, fmt.Errorf("no room for a row of %d", ld)
 		}
@@ -183,14 +183,13 @@ func (p *pass) project(x multiplicand, ld, rows int, parts []plain.Part, shift p
 }
 
 // projector chooses a Project kernel for rows of x, fewer of them if it has not the room for all; for none if there is no room for one.
-func projector(d *Device, rows *int, x multiplicand, k int, parts []plain.Part, pieces int) (kernel plain.ID, grid, shared int) {
+func projector(d *Device, rows *int, x multiplicand, k int, parts []plain.Part, shift plain.Shift) (kernel plain.ID, grid, shared int) {
 	gpu, e4m3 := d.owner.Device(), plain.Format(parts[0].M.Format) != plain.BF16
-	q := plain.Projection{K: k, N: rowsOf(parts), Dim: x.dim, Pieces: pieces, F32: x.f32}
-	most := min(*rows, plain.ProjectRows)
-	for blocks := 1; blocks <= 4; blocks++ { // of an SM, one after the other: where shared memory is small each has fewer weight rows
-		for *rows = most; *rows > 0; *rows-- {
-			for _, j := range plain.Projectors {
-				if q.R, q.Blocks = *rows, gpu.SMs/j.Cluster*j.Cluster*blocks; j.E4M3 != e4m3 || q.Blocks == 0 || j.Cluster > 1 && blocks > 1 {
+	q := plain.Projection{K: k, N: rowsOf(parts), Dim: x.dim, Pieces: int(shift.Count * shift.C / 8), Lanes: int(shift.Count), F32: x.f32}
+	for *rows = min(*rows, plain.ProjectRows); *rows > 0; *rows-- {
+		for _, j := range plain.Projectors {
+			for blocks := 1; blocks <= 4 && j.E4M3 == e4m3; blocks++ { // of an SM, one after the other: where shared memory is small each has fewer weight rows
+				if q.R, q.Blocks = *rows, gpu.SMs/j.Cluster*j.Cluster*blocks; q.Blocks == 0 || j.Cluster > 1 && blocks > 1 {
 					continue
 				}
 				if size, ok := j.Shared(q); ok && size <= gpu.SharedPerBlock {
@@ -230,7 +229,7 @@ func projects(d *Device, k int, parts []plain.Part) bool {
 		}
 	}
 	rows := 1
-	projector(d, &rows, multiplicand{f32: true, dim: 1}, k, parts, 0)
+	projector(d, &rows, multiplicand{f32: true, dim: 1}, k, parts, plain.Shift{})
 	return rows > 0
 }
 

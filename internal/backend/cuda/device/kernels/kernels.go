@@ -9,7 +9,7 @@ package kernels
 import (
 	"embed"
 	"io/fs"
-	"math"
+	"math/bits"
 
 	"ninfer/internal/backend/cuda/code"
 	"ninfer/internal/backend/cuda/driver"
@@ -65,54 +65,57 @@ type Projector struct {
 	Least, Most int // activation rows
 	Cluster     int // blocks that share K
 	depth       int // runs of 64 bytes of each weight row that a warp has on their way; 0: all of a block's weights
-	wide        bool
 }
 
 // Projectors are the Project kernels, the best first.
 var Projectors = []Projector{
-	{ProjectWhole, true, 1, 1, 1, 0, true},
-	{ProjectWholeRows, true, 2, ProjectRows, 2, 0, true},
-	{ProjectE4m3Deep, true, 1, ProjectRows, 1, 24, false},
-	{ProjectE4m3, true, 1, ProjectRows, 1, 16, false},
-	{ProjectBf16Rows, false, 3, ProjectRows, 8, 6, true},
-	{ProjectBf16Deep, false, 1, ProjectRows, 1, 24, false},
-	{ProjectBf16, false, 1, ProjectRows, 1, 16, false},
+	{ProjectWhole, true, 1, 2, 1, 0},
+	{ProjectWholeRows, true, 2, ProjectRows, 2, 0},
+	{ProjectE4m3, true, 1, ProjectRows, 1, 4},
+	{ProjectBf16Rows, false, 3, ProjectRows, 8, 6},
+	{ProjectBf16Deep, false, 1, ProjectRows, 1, 12},
+	{ProjectBf16, false, 1, ProjectRows, 1, 6},
 }
 
-// Projection is what a Project kernel is to do on so many blocks: r activation rows of k values times n weight rows, and pieces of windows. The
+// Projection is what a Project kernel is to do on so many blocks: r activation rows of k values times n weight rows, and pieces of the windows of some lanes. The
 // rows are FP32 or BF16, with a factor for each Dim values or, if that is 1, without.
 type Projection struct {
-	R, K, N, Dim, Pieces, Blocks int
-	F32                          bool
+	R, K, N, Dim, Pieces, Lanes, Blocks int
+	F32                                 bool
 }
 
 // Shared is the shared memory of a block; ok is false where the kernel cannot do it.
 func (j Projector) Shared(p Projection) (size int, ok bool) {
-	operands, pad, run := 2, 64, 32 // run: values in 64 bytes of weights
+	const passRows, pieces = 24, 96                      // kPass and kPieces of project.cu
+	operands, pad, run, warps, held := 2, 64, 32, 8, 768 // run: values in 64 bytes of weights; held: of a row, which a warp makes at most
 	if j.E4M3 {
-		operands, pad, run = 1, 16, 64
+		operands, pad, run, warps, held = 1, 16, 64, 12, 512
 	}
-	ok = j.Least <= p.R && p.R <= j.Most && p.K%run == 0
-	if !j.wide {
-		tile := 0 // of the block with the largest
-		for _, rows := range []int{p.N / p.Blocks, up(p.N, p.Blocks)} {
-			if tiles := up(rows, 16); tiles > 0 {
-				tile = max(tile, up(rows, tiles))
-			}
-		}
-		return 128 + 1024*p.R + operands*p.R*(2*p.K+32) + 128 + 8*j.depth*64*tile, ok
-	}
-	share := up(p.K/run, 8) // the largest of eight
-	chunks := share * 8 / j.Cluster
+	share := up(p.K/run, warps) * run // the largest of a warp
+	values := share * warps / j.Cluster
 	most := up(p.N, p.Blocks)
-	passes := max(1, up(most, 24))
+	passes := max(1, up(most, passRows))
 	tile := up(most, passes)
-	ok = ok && !p.F32 && share*run <= 768 && p.N < math.MaxUint32/(p.Blocks+1) && p.Dim&(p.Dim-1) == 0 && (p.Dim == 1 || p.R*(chunks*run/p.Dim+2) <= 256)
-	size = 320 + 1024 + 1024*p.R + 48*min(up(p.Pieces, p.Blocks), 256) + operands*p.R*(2*run*chunks+pad) + 128
-	if j.depth > 0 {
-		return size + 8*j.depth*64*tile, ok
+	ok = j.Least <= p.R && p.R <= j.Most && p.K%run == 0
+	piece := 64
+	if p.R > p.Lanes {
+		piece += 16 * (p.R - p.Lanes + 1)
 	}
-	return size + j.Cluster*tile*(up(64*chunks, 128)*128+64), ok && passes == 1
+	size = 640 + min(passes, 2)*128*warps*p.R + piece*min(up(p.Pieces, p.Blocks), pieces) + operands*p.R*(2*values+pad) + 128
+	if j.depth > 0 {
+		size += warps * j.depth * 64 * tile
+	} else {
+		size += j.Cluster * tile * (up(64*values/run, 128)*128 + 64)
+		ok = ok && passes == 1
+	}
+	if j.depth == 0 || j.Cluster > 1 { // operands in registers, factors a lane
+		heads := share/p.Dim + 2
+		if share%p.Dim == 0 && p.K/run%warps == 0 {
+			heads = share / p.Dim
+		}
+		ok = ok && !p.F32 && share <= held && p.Dim&(p.Dim-1) == 0 && (p.Dim == 1 || up(p.R, j.Cluster)<<bits.Len(uint(heads-1)) <= 32)
+	}
+	return size, ok
 }
 
 func up(n, by int) int { return (n + by - 1) / by }
@@ -125,7 +128,7 @@ type Set = code.Set[ID]
 
 // Load loads the machine code into c: the committed one, or that of files. It fails with *driver.ArchError on a GPU there is no code for.
 func Load(c *driver.Context, files fs.FS) (*Set, error) {
-	return code.Load(c, &table, files, []ID{Delta, ProjectBf16, ProjectBf16Deep, ProjectBf16Rows, ProjectE4m3, ProjectE4m3Deep, ProjectWhole, ProjectWholeRows})
+	return code.Load(c, &table, files, []ID{Delta, ProjectBf16, ProjectBf16Deep, ProjectBf16Rows, ProjectE4m3, ProjectWhole, ProjectWholeRows})
 }
 
 // Layout is the size of every parameter struct followed by the offsets of its fields.

@@ -48,12 +48,11 @@ const (
 	Pick                       // PickParams
 	Prep                       // PrepParams
 	PrepScore                  // PrepScoreParams
-	ProjectBf16                // ProjectParams
-	ProjectE4m3                // ProjectParams
-	ProjectBf16Deep            // ProjectParams
-	ProjectE4m3Deep            // ProjectParams
 	ProjectWhole               // ProjectParams
 	ProjectWholeRows           // ProjectParams
+	ProjectE4m3                // ProjectParams
+	ProjectBf16                // ProjectParams
+	ProjectBf16Deep            // ProjectParams
 	ProjectBf16Rows            // ProjectParams
 	Begin                      // BeginParams
 	Embed                      // EmbedParams
@@ -111,13 +110,12 @@ var table = code.Table[ID]{
 		{Name: "pick", Source: "matrix", Threads: 1024},
 		{Name: "prep", Source: "prep", Threads: 256},
 		{Name: "prep_score", Source: "prep", Threads: 256},
-		{Name: "project_bf16", Source: "project", Threads: (256)},
-		{Name: "project_e4m3", Source: "project", Threads: (256)},
-		{Name: "project_bf16_deep", Source: "project", Threads: (256)},
-		{Name: "project_e4m3_deep", Source: "project", Threads: (256)},
-		{Name: "project_whole", Source: "project", Threads: (256)},
-		{Name: "project_whole_rows", Source: "project", Threads: (256)},
-		{Name: "project_bf16_rows", Source: "project", Threads: (256)},
+		{Name: "project_whole", Source: "project", Threads: (32 * (12))},
+		{Name: "project_whole_rows", Source: "project", Threads: (32 * (12))},
+		{Name: "project_e4m3", Source: "project", Threads: (32 * (12))},
+		{Name: "project_bf16", Source: "project", Threads: (32 * (8))},
+		{Name: "project_bf16_deep", Source: "project", Threads: (32 * (8))},
+		{Name: "project_bf16_rows", Source: "project", Threads: (32 * (8))},
 		{Name: "begin", Source: "streams", Threads: 256},
 		{Name: "embed", Source: "streams", Threads: 256},
 		{Name: "inject", Source: "streams", Threads: 256},
