@@ -19,33 +19,18 @@ func TestAttended(t *testing.T) {
 	d := open(t, device.Options{})
 	defer d.Close()
 	const tokens, heads, kv, ld, most = 4096, 24, 2, 2052, 8
-	of := func(v uint16) float64 { return float64(math.Float32frombits(uint32(v) << 16)) }
-	e4m3 := func(c byte) float64 {
-		e, m := int(c>>3&15), float64(c&7)
-		v := m * 0x1p-9
-		if e > 0 {
-			v = (1 + m/8) * math.Ldexp(1, e-7)
-		}
-		if c > 127 {
-			return -v
-		}
-		return v
-	}
 	r := rand.New(rand.NewPCG(5, 17))
 	normal := func(n int, deviation float64) (b []byte, v []float64) {
 		for range n {
 			u := uint16(math.Float32bits(float32(r.NormFloat64()*deviation)) >> 16)
-			b, v = binary.LittleEndian.AppendUint16(b, u), append(v, of(u))
+			b, v = binary.LittleEndian.AppendUint16(b, u), append(v, ofBF16(u))
 		}
 		return b, v
 	}
 	codes := func(n int) (b []byte, v []float64) {
 		for range n {
-			c := byte(r.Uint32())
-			if c&0x7f == 0x7f { // not a number
-				c ^= 1
-			}
-			b, v = append(b, c), append(v, e4m3(c))
+			c, w := randomE4M3(r)
+			b, v = append(b, c), append(v, w)
 		}
 		return b, v
 	}
@@ -125,7 +110,7 @@ func TestAttended(t *testing.T) {
 						for head := 0; head < heads; head += 5 {
 							var off, all float64
 							for c, w := range want(first+i, head) {
-								got := of(binary.LittleEndian.Uint16(row[2*(head*256+c):]))
+								got := ofBF16(binary.LittleEndian.Uint16(row[2*(head*256+c):]))
 								off, all = off+(got-w)*(got-w), all+w*w
 							}
 							if off = math.Sqrt(off / all); !(off < 4e-3) {

@@ -12,51 +12,24 @@ type StemMatrix struct{ Codes, Scales []byte }
 func (d *Device) Stem(embed, hidden StemMatrix, k int, e, h []byte) (out []byte, ok bool, err error) {
 	rows := len(e) / (2 * k)
 	out = make([]byte, 8*k*rows)
-	err = d.do("stem", func(c *driver.Context) error {
-		var all []driver.Ptr
-		defer func() {
-			for _, at := range all {
-				_ = c.Free(at)
-			}
-		}()
-		put := func(b []byte) driver.Ptr {
-			if len(b) == 0 || err != nil {
-				return 0
-			}
-			var at driver.Ptr
-			if at, err = c.Alloc("test", uint64(len(b))); err == nil {
-				all = append(all, at)
-				if err = c.ToDevice(d.stream, at, b); err == nil {
-					err = c.SyncStream(d.stream)
-				}
-			}
-			return at
+	matrix := func(m StemMatrix) kernels.Mat {
+		q := kernels.Mat{Format: uint32(kernels.BF16), Rows: uint32(k), K: uint32(k), Stride: uint32(2 * k)}
+		if m.Scales != nil {
+			q.Format, q.Stride, q.ScaleStride = uint32(kernels.FP8RowBF16), uint32(k), 2
 		}
-		matrix := func(m StemMatrix) kernels.Mat {
-			q := kernels.Mat{Codes: put(m.Codes), Scales: put(m.Scales), Format: uint32(kernels.BF16), Rows: uint32(k), K: uint32(k), Stride: uint32(2 * k)}
-			if m.Scales != nil {
-				q.Format, q.Stride, q.ScaleStride = uint32(kernels.FP8RowBF16), uint32(k), 2
-			}
-			return q
-		}
-		me, mh := matrix(embed), matrix(hidden)
-		var j kernels.ID
-		if j, ok = d.stemJoin(me, mh, 4*k); !ok || err != nil {
-			return err
-		}
-		g := kernels.GemvParams{X: put(h), R: uint32(4 * rows), XLd: uint32(k), Parts: 2}
-		g.Part[0] = kernels.Part{M: mh, Out: put(out)}
-		g.Part[1] = kernels.Part{M: me, Out: put(e)}
-		if err != nil {
-			return err
-		}
-		if err := d.set.Run(c, d.stream, j, [3]uint32{uint32(tiles(k, kernels.StemColumns)), 1, 1}, 0, &g, true); err != nil {
-			return err
-		}
-		if err := c.ToHost(d.stream, out, g.Part[0].Out); err != nil {
-			return err
-		}
-		return c.SyncStream(d.stream)
+		return q
+	}
+	g := kernels.GemvParams{R: uint32(4 * rows), XLd: uint32(k), Parts: 2}
+	mh, me := &g.Part[0], &g.Part[1]
+	mh.M, me.M = matrix(hidden), matrix(embed)
+	join, ok := d.stemJoin(me.M, mh.M, 4*k)
+	if !ok {
+		return nil, false, nil
+	}
+	err = d.placed("stem", map[*driver.Ptr][]byte{
+		&g.X: h, &mh.M.Codes: hidden.Codes, &mh.M.Scales: hidden.Scales, &mh.Out: out, &me.M.Codes: embed.Codes, &me.M.Scales: embed.Scales, &me.Out: e,
+	}, &mh.Out, out, func(c *driver.Context) error {
+		return d.set.Run(c, d.stream, join, [3]uint32{uint32(tiles(k, kernels.StemColumns)), 1, 1}, 0, &g, true)
 	})
-	return out, ok, err
+	return out, true, err
 }

@@ -121,44 +121,14 @@ func (d *Device) Projected(j kernels.Projector, q kernels.Projection, w, scale, 
 		return nil, false, nil
 	}
 	out = make([]byte, 2*q.R*q.N)
-	err = d.do("project", func(c *driver.Context) error {
-		p := kernels.ProjectParams{R: uint32(q.R), XLd: uint32(q.K), K: uint32(q.K), Dim: uint32(q.Dim), Parts: 1, Eps: 1e-6}
-		if q.F32 {
-			p.XF32 = 1
-		}
-		p.Part[0] = kernels.ProjectPart{Rows: uint32(q.N), OutLd: uint32(q.N)}
-		var all []driver.Ptr
-		defer func() {
-			for _, at := range all {
-				_ = c.Free(at)
-			}
-		}()
-		for _, b := range []struct {
-			at   *driver.Ptr
-			data []byte
-		}{{&p.X, x}, {&p.Squares, squares}, {&p.Part[0].W, w}, {&p.Part[0].Scale, scale}, {&p.Part[0].Out, out}} {
-			if len(b.data) == 0 {
-				continue
-			}
-			var err error
-			if *b.at, err = c.Alloc("test", uint64(len(b.data))); err != nil {
-				return err
-			}
-			all = append(all, *b.at)
-			if err := c.ToDevice(d.stream, *b.at, b.data); err != nil {
-				return err
-			}
-			if err := c.SyncStream(d.stream); err != nil {
-				return err
-			}
-		}
-		if err := d.set.Run(c, d.stream, j.Kernel, [3]uint32{uint32(q.Blocks), 1, 1}, uint32(shared), &p, true); err != nil {
-			return err
-		}
-		if err := c.ToHost(d.stream, out, p.Part[0].Out); err != nil {
-			return err
-		}
-		return c.SyncStream(d.stream)
+	p := kernels.ProjectParams{R: uint32(q.R), XLd: uint32(q.K), K: uint32(q.K), Dim: uint32(q.Dim), Parts: 1, Eps: 1e-6}
+	if q.F32 {
+		p.XF32 = 1
+	}
+	part := &p.Part[0]
+	part.Rows, part.OutLd = uint32(q.N), uint32(q.N)
+	err = d.placed("project", map[*driver.Ptr][]byte{&p.X: x, &p.Squares: squares, &part.W: w, &part.Scale: scale, &part.Out: out}, &part.Out, out, func(c *driver.Context) error {
+		return d.set.Run(c, d.stream, j.Kernel, [3]uint32{uint32(q.Blocks), 1, 1}, uint32(shared), &p, true)
 	})
 	return out, true, err
 }

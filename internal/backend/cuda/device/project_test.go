@@ -18,22 +18,6 @@ func TestProjectors(t *testing.T) {
 	d := open(t, device.Options{})
 	defer d.Close()
 	const most = kernels.ProjectRows
-	toBF16 := func(v float64) uint16 {
-		b := math.Float32bits(float32(v))
-		return uint16((b + 0x7fff + b>>16&1) >> 16)
-	}
-	of := func(v uint16) float64 { return float64(math.Float32frombits(uint32(v) << 16)) }
-	e4m3 := func(c byte) float64 {
-		e, m := int(c>>3&15), float64(c&7)
-		v := m * 0x1p-9
-		if e > 0 {
-			v = (1 + m/8) * math.Ldexp(1, e-7)
-		}
-		if c > 127 {
-			return -v
-		}
-		return v
-	}
 	for _, s := range []struct{ n, k, dim int }{{2560, 6144, 128}, {2561, 1536, 64}, {7000, 320, 32}, {300, 768, 128}, {130, 320, 32}, {7, 64, 16}} {
 		for _, fp8 := range []bool{true, false} {
 			r := rand.New(rand.NewPCG(uint64(s.n*s.k), 11))
@@ -41,14 +25,12 @@ func TestProjectors(t *testing.T) {
 			var w, scale []byte
 			for i := range weight {
 				if fp8 {
-					c := byte(r.Uint32())
-					if c&0x7f == 0x7f { // not a number
-						c ^= 1
-					}
-					w, weight[i] = append(w, c), e4m3(c)
+					var c byte
+					c, weight[i] = randomE4M3(r)
+					w = append(w, c)
 				} else {
 					b := toBF16(r.NormFloat64())
-					w, weight[i] = binary.LittleEndian.AppendUint16(w, b), of(b)
+					w, weight[i] = binary.LittleEndian.AppendUint16(w, b), ofBF16(b)
 				}
 			}
 			scales := make([]float64, s.n)
@@ -56,7 +38,7 @@ func TestProjectors(t *testing.T) {
 				scales[i] = 1
 				if fp8 {
 					b := toBF16(math.Exp2(-8 + r.NormFloat64()))
-					scale, scales[i] = binary.LittleEndian.AppendUint16(scale, b), of(b)
+					scale, scales[i] = binary.LittleEndian.AppendUint16(scale, b), ofBF16(b)
 				}
 			}
 			for _, kind := range []string{"factors", "bf16", "fp32"} {
@@ -69,7 +51,7 @@ func TestProjectors(t *testing.T) {
 						x, value[i] = binary.LittleEndian.AppendUint32(x, math.Float32bits(float32(v))), float64(float32(v))
 					} else {
 						b := toBF16(v)
-						x, value[i] = binary.LittleEndian.AppendUint16(x, b), of(b)
+						x, value[i] = binary.LittleEndian.AppendUint16(x, b), ofBF16(b)
 					}
 				}
 				if kind == "factors" {
@@ -119,7 +101,7 @@ func TestProjectors(t *testing.T) {
 											want += weight[n*s.k+k] * value[(first+i)*s.k+k]
 										}
 										want *= scales[n]
-										got := of(binary.LittleEndian.Uint16(row[2*n:]))
+										got := ofBF16(binary.LittleEndian.Uint16(row[2*n:]))
 										off, all = off+(got-want)*(got-want), all+want*want
 									}
 									if off = math.Sqrt(off / all); !(off < 3e-3) {

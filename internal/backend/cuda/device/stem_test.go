@@ -15,11 +15,6 @@ import (
 func TestStem(t *testing.T) {
 	d := open(t, device.Options{})
 	defer d.Close()
-	toBF16 := func(v float64) uint16 {
-		b := math.Float32bits(float32(v))
-		return uint16((b + 0x7fff + b>>16&1) >> 16)
-	}
-	of := func(v uint16) float64 { return float64(math.Float32frombits(uint32(v) << 16)) }
 	for _, k := range []int{2560, 2064, 512, 128, 48} {
 		for _, fp8 := range []bool{true, false} {
 			r := rand.New(rand.NewPCG(uint64(k), 5))
@@ -28,26 +23,15 @@ func TestStem(t *testing.T) {
 					scale := 1.0
 					if fp8 {
 						b := toBF16(math.Exp2(-8 + r.NormFloat64()))
-						m.Scales, scale = binary.LittleEndian.AppendUint16(m.Scales, b), of(b)
+						m.Scales, scale = binary.LittleEndian.AppendUint16(m.Scales, b), ofBF16(b)
 					}
 					for range k {
 						b := toBF16(r.NormFloat64())
 						if !fp8 {
-							m.Codes, w = binary.LittleEndian.AppendUint16(m.Codes, b), append(w, of(b))
+							m.Codes, w = binary.LittleEndian.AppendUint16(m.Codes, b), append(w, ofBF16(b))
 							continue
 						}
-						c := byte(r.Uint32())
-						if c&0x7f == 0x7f { // not a number
-							c ^= 1
-						}
-						e, frac := int(c>>3&15), float64(c&7)
-						v := frac * 0x1p-9
-						if e > 0 {
-							v = (1 + frac/8) * math.Ldexp(1, e-7)
-						}
-						if c > 127 {
-							v = -v
-						}
+						c, v := randomE4M3(r)
 						m.Codes, w = append(m.Codes, c), append(w, v*scale)
 					}
 				}
@@ -59,7 +43,7 @@ func TestStem(t *testing.T) {
 			vectors := func(n int) (raw []byte, v []float64) {
 				for i := range n * k {
 					b := toBF16(r.NormFloat64() * math.Exp2(float64(i/k%5)-2))
-					raw, v = binary.LittleEndian.AppendUint16(raw, b), append(v, of(b))
+					raw, v = binary.LittleEndian.AppendUint16(raw, b), append(v, ofBF16(b))
 				}
 				return raw, v
 			}
@@ -85,8 +69,8 @@ func TestStem(t *testing.T) {
 							a += wh[n*k+i] * vh[(4*row+s)*k+i]
 							b += we[n*k+i] * ve[row*k+i]
 						}
-						want := of(toBF16(a)) + of(toBF16(b))
-						got := of(binary.LittleEndian.Uint16(one[2*(s*k+n):]))
+						want := ofBF16(toBF16(a)) + ofBF16(toBF16(b))
+						got := ofBF16(binary.LittleEndian.Uint16(one[2*(s*k+n):]))
 						off, sum = off+(got-want)*(got-want), sum+want*want
 					}
 					if off = math.Sqrt(off / sum); !(off < 3e-3) {
