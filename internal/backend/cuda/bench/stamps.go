@@ -9,7 +9,7 @@ import (
 
 // stamps prints, for every kernel tag of a debug build, the median clocks between its stamps.
 func (b *bench) stamps() {
-	for _, source := range []string{"stream", "hyper", "router", "expert"} {
+	for _, source := range []string{"stream", "hyper", "router", "expert", "expert_down"} {
 		p, n, err := b.set.Global(b.c, source, "stamps")
 		if err != nil {
 			fmt.Fprintln(os.Stderr, "no stamps in", source, err)

@@ -16,9 +16,9 @@ type ID int
 const (
 	ExpertGateUp     ID = iota // ExpertUpParams
 	ExpertGateUpRows           // ExpertUpParams
+	ExpertRepack               // RepackParams
 	ExpertDown                 // ExpertDownParams
 	ExpertDownRows             // ExpertDownParams
-	ExpertRepack               // RepackParams
 	HcDownBf16                 // HcDownParams
 	HcDownE4m3                 // HcDownParams
 	HcDownTwoBf16              // HcDownParams
@@ -58,13 +58,13 @@ func (k ID) Name() string { return table.Kernels[k].Name }
 
 var table = code.Table[ID]{
 	Archs:   []string{"sm_90a", "sm_120a"},
-	Sources: []string{"expert", "hyper", "router", "stream", "yard"},
+	Sources: []string{"expert", "expert_down", "hyper", "router", "stream", "yard"},
 	Kernels: []code.Kernel{
 		{Name: "expert_gate_up", Source: "expert", Threads: (32 * 11)},
 		{Name: "expert_gate_up_rows", Source: "expert", Threads: (32 * 12)},
-		{Name: "expert_down", Source: "expert", Threads: (32 * (16))},
-		{Name: "expert_down_rows", Source: "expert", Threads: (32 * (16))},
 		{Name: "expert_repack", Source: "expert", Threads: 256},
+		{Name: "expert_down", Source: "expert_down", Threads: (32 * (16))},
+		{Name: "expert_down_rows", Source: "expert_down", Threads: (32 * (16))},
 		{Name: "hc_down_bf16", Source: "hyper", Threads: (32 * (10))},
 		{Name: "hc_down_e4m3", Source: "hyper", Threads: (32 * (10))},
 		{Name: "hc_down_two_bf16", Source: "hyper", Threads: (32 * (10))},

@@ -1,0 +1,335 @@
+// Routed experts' second half with the weighted sum, R = 1..8 rows; for a single row the shared expert's as well. Bank, products and the first half: expert.cu.
+#include "choose.cuh"
+#include "common.cuh"
+#include "expert.cuh"
+#include "params.h"
+
+extern __shared__ __align__(128) uint8_t smem[];
+
+static constexpr uint32_t kDownTiles = 3;  // of eight rows a block at most
+static constexpr uint32_t kDownFixed = 144 + sizeof(Choice) + 16 * kDownTiles * 8 * 4 + 96;
+
+static constexpr int kDownWarps = 16;
+static constexpr int kDownThreads = 32 * kDownWarps;
+
+NINFER_KERNEL(expert_down, ExpertDownParams, kDownThreads, 2) {
+  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const uint32_t pairs = p.inner / 128, tile_bytes = pairs * kHalfBytes, tiles = p.h / 8;
+  const uint32_t blocks = gridDim.x, block = blockIdx.x;
+  const uint32_t tile0 = share_start(tiles, blocks, block), nt = share_start(tiles, blocks, block + 1) - tile0;
+  const uint32_t bars = smem_addr(smem), shared_bar = bars + 8 * kMaxTop;
+  Choice& choice = *(Choice*)(smem + 144);
+  float *factor = choice.factor[0], *sums = (float*)(smem + 144 + sizeof(Choice));  // [every other expert's][pair][tile][8]
+  float* shared = sums + 16 * kDownTiles * 8;
+  const uint32_t hs = bars + kDownFixed, pitch = 2 * p.inner + 64;
+  const uint32_t shared_at = (hs + p.topk * p.inner * 2 + 127) & ~127u, routed_at = shared_at + nt * 8 * pitch;
+
+  STAMP_BEGIN(230)
+  if (threadIdx.x <= kMaxTop) {
+    mbar_init(bars + 8 * threadIdx.x, 1);
+    mbar_fence_init();
+  }
+  __syncthreads();
+  const uint64_t policy = policy_evict_first();
+  if (threadIdx.x == 0) mbar_expect(shared_bar, nt * 8 * 2 * p.inner);
+  if (lane == 0)
+    for (uint32_t r = warp; r < nt * 8; r += kDownWarps)
+      bulk_load(shared_at + r * pitch, p.shared_w + (uint64_t)(tile0 * 8 + r) * p.inner, 2 * p.inner, shared_bar, policy);
+  if (!p.early) pdl_wait();
+  STAMP(1)
+  choose(p.logits, load_keys(p.logits, p.experts), p.experts, p.topk, choice, choice.id[0], kDownThreads, (uint32_t*)sums);
+  STAMP(2)
+  if (warp < p.topk && lane == 0) {
+    mbar_expect(bars + 8 * warp, nt * tile_bytes);
+    bulk_load(routed_at + warp * nt * tile_bytes, (const uint8_t*)p.bank + ((uint64_t)choice.id[0][warp] * tiles + tile0) * tile_bytes, nt * tile_bytes,
+              bars + 8 * warp, policy);
+  }
+  if (warp == kDownWarps - 1) {
+    const float weight = weight_of(choice.key, p.topk);
+    if (lane < p.topk) factor[lane] = weight * (E2M1_UNDO / __ldg(p.divisor + choice.id[0][lane]));
+  }
+  STAMP(3)
+  // The shared expert, whose hidden vector is as old as the logits (R3): BF16, column 0, rows g of the first and third tile, rows g + 8 of
+  // the second.
+  const uint4 zero = make_uint4(0, 0, 0, 0);
+  if (warp < kUpWarps) {  // the sums of expert_gate_up_rows
+    const float f = sigmoid(ldg_l2_f32(p.shared_logit));
+    float acc[2][4] = {};
+    mbar_wait(shared_bar, 0);
+#pragma unroll 1
+    for (uint32_t c = warp; c < p.inner / 32; c += kUpWarps) {
+      const uint32_t at = shared_at + g * pitch + c * 64 + t * 16;
+      const uint4 x = g == 0 ? ldg_l2(p.shared_hidden + c * 32 + t * 8) : zero, u = lds128(at), v = nt > 1 ? lds128(at + 8 * pitch) : zero;
+      mma_bf16(acc[0], u.x, v.x, u.y, v.y, x.x, x.y);
+      mma_bf16(acc[0], u.z, v.z, u.w, v.w, x.z, x.w);
+      if (nt > 2) {
+        const uint4 w = lds128(at + 16 * pitch);
+        mma_bf16(acc[1], w.x, 0, w.y, 0, x.x, x.y);
+        mma_bf16(acc[1], w.z, 0, w.w, 0, x.z, x.w);
+      }
+    }
+    if (t == 0) {
+      float* to = sums + warp * 24 + g;
+      to[0] = acc[0][0], to[8] = acc[0][2], to[16] = acc[1][0];
+    }
+    named_sync(1, 32 * kUpWarps);
+    if (threadIdx.x < nt * 8) {
+      float v = 0;
+#pragma unroll
+      for (uint32_t i = 0; i < kUpWarps; i++) v += sums[i * 24 + threadIdx.x];
+      shared[threadIdx.x] = f * v;
+    }
+  }
+  if (p.early) pdl_wait();
+  STAMP(4)
+  const uint32_t all = p.topk * p.inner / 8;
+  const bf16* hidden = p.hidden;
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < all; i += 2 * kDownThreads) {
+    const uint32_t j = i + kDownThreads;
+    uint4 a = ldg_l2(hidden + i * 8), b = a;
+    if (j < all) b = ldg_l2(hidden + j * 8);
+    sts128(hs + i * 16, operand(a));
+    if (j < all) sts128(hs + j * 16, operand(b));
+  }
+  __syncthreads();
+  pdl_trigger();
+  if (p.distinct && blockIdx.x == 0 && threadIdx.x == 0) *p.distinct = p.topk;
+  STAMP(5)
+  STAMP(6)
+  // An expert's units are the pairs of its tiles, in order; the second half of them goes to rows g + 8. A warp has the same two units of
+  // every other expert, so that a unit's sum is the same whatever tiles are beside it, and all but the experts' own addresses stays the same.
+  const uint32_t units = nt * pairs, both = ceil_div(units, 2);
+  if (warp < 2 * both) {
+    const uint32_t odd = warp >= both, a = warp - odd * both, b = a + both;
+    const bool second = b < units, live = g == 2 * t || (g == 2 * t + 1 && second);
+    const uint32_t ta = a / pairs, tb = b / pairs;
+    uint32_t d = odd, from = routed_at + (d * units + a) * kHalfBytes + lane * 16;
+    uint32_t xp = hs + (d * p.inner + (g == 2 * t ? a - ta * pairs : b - tb * pairs) * 128 + t * 16) * 2;
+    const uint32_t other = second ? both * kHalfBytes : 0, from_step = 2 * units * kHalfBytes, xp_step = 4 * p.inner;
+    float suma = 0, sumb = 0;
+#pragma unroll 1
+    for (; d < p.topk; d += 2) {
+      mbar_wait(bars + 8 * d, 0);
+      const uint4 u = lds128(from), v = lds128(from + other);
+      const float2 fa = e4m3x2_f32(lds16(from + 512 - 14 * lane)), fb = e4m3x2_f32(lds16(from + other + 512 - 14 * lane));
+      const float f = factor[d];
+      uint4 x0 = zero, x1 = zero, x2 = zero, x3 = zero;
+      if (live) x0 = lds128(xp), x1 = lds128(xp + 16), x2 = lds128(xp + 128), x3 = lds128(xp + 144);
+      float acc[4], va, vb;
+      multiply_plain(acc, make_uint2(u.x, u.y), make_uint2(v.x, v.y), x0, x1);
+      va = fa.x * acc[0], vb = fb.x * acc[3];
+      multiply_plain(acc, make_uint2(u.z, u.w), make_uint2(v.z, v.w), x2, x3);
+      va = fmaf(fa.y, acc[0], va), vb = fmaf(fb.y, acc[3], vb);  // zero where there is no second unit, whose activations are
+      suma = fmaf(f, va, suma), sumb = fmaf(f, vb, sumb);
+      from += from_step, xp += xp_step;
+    }
+    suma = quad_sum(suma), sumb = quad_sum(sumb);
+    float* to = sums + odd * units * 8 + g;
+    if (t == 0) to[((a - ta * pairs) * nt + ta) * 8] = suma;
+    if (t == 0 && second) to[((b - tb * pairs) * nt + tb) * 8] = sumb;
+  }
+  STAMP(7)
+  __syncthreads();
+  STAMP(8)
+  if (threadIdx.x < nt * 64) {  // eight lanes an output
+    const uint32_t row = threadIdx.x / 8;
+    float v = 0;
+    for (uint32_t i = lane % 8; i < 2 * pairs; i += 8) v += sums[i * nt * 8 + row];
+    v = quad_sum(v);
+    v += __shfl_xor_sync(~0u, v, 4);
+    if (lane % 8 == 0) p.out[tile0 * 8 + row] = __float2bfloat16_rn(v + shared[row]);
+  }
+  STAMP(9)
+}
+
+// Several rows: each row has blocks of its own, each of them a run of the row's tiles, worked on in windows of at most p.window tiles. A window's
+// weights of an expert have a slot. Every other expert is one group's of eight warps, one of which asks for the slot's next weights when all have
+// read; a window's sums are added up when the next one's have been made, so that nothing stops the block as a whole. The sums are those of expert_down.
+static constexpr uint32_t kDownGroup = kDownWarps / 2;     // warps
+static constexpr uint32_t kDownSums = 4 * kDownWarps * 8;  // of a window: at most four units a warp
+static constexpr uint32_t kDownMost = 8;                   // tiles of a window
+static constexpr uint32_t kDownSlots = 6;                  // an even number, so that a slot is always the same group's
+static constexpr uint32_t kDownZero = 160;                 // bytes of zeros
+static_assert(8 * 512 <= 2 * kDownSums * 4);  // eight rows' scratch
+static constexpr uint32_t kDownRowsFixed = 128 + sizeof(Choice) + 2 * kDownSums * 4 + 4 * kDownMost * 8 * 4 + kDownZero + 64;
+
+// Keeps a value in a register, instead of what it is computed from.
+NINFER_DEVICE void hold(uint32_t& v) { asm volatile("" : "+r"(v)); }
+
+NINFER_KERNEL(expert_down_rows, ExpertDownParams, kDownThreads, 2) {
+  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const uint32_t pairs = p.inner / 128, tile_bytes = pairs * kHalfBytes, tiles = p.h / 8;
+  const uint32_t bars = smem_addr(smem), empty = bars + 8 * kDownSlots, summed = empty + 8 * kDownSlots, run = bars + 112;
+  Choice& choice = *(Choice*)(smem + 128);
+  float* sums = (float*)(&choice + 1);            // [2][every other expert's][pair][tile][8]
+  float* shared = sums + 2 * kDownSums;           // [4][tile][8]
+  const uint32_t zeros = smem_addr(shared + 4 * kDownMost * 8), hs = bars + kDownRowsFixed;
+  const uint32_t routed_at = (hs + p.topk * p.inner * 2 + 127) & ~127u, slot_bytes = p.window * tile_bytes;
+
+  STAMP_BEGIN(240)
+  if (threadIdx.x < kDownSlots) {
+    mbar_init(bars + 8 * threadIdx.x, 1);
+    mbar_init(empty + 8 * threadIdx.x, kDownGroup);
+    if (threadIdx.x < 2) mbar_init(summed + 8 * threadIdx.x, kDownWarps);
+    mbar_fence_init();
+  }
+  if (threadIdx.x == 0) {  // the block's first tile, number of tiles and of windows, row: in shared memory, since registers are few
+    const uint32_t of_row = gridDim.x / p.r, row = blockIdx.x % p.r, block = blockIdx.x / p.r;
+    const uint32_t tile0 = share_start(tiles, of_row, block), n = share_start(tiles, of_row, block + 1) - tile0;
+    sts128(run, make_uint4(tile0, n, ceil_div(n, p.window), row));
+  }
+  if (threadIdx.x < kDownZero / 4) *(float*)(smem + (zeros - bars) + 4 * threadIdx.x) = 0;
+  __syncthreads();
+  if (!p.early) pdl_wait();
+  STAMP(1)
+  auto row = [&]() { return lds32(run + 12); };
+  choose(p.logits + row() * p.experts, load_keys(p.logits + row() * p.experts, p.experts), p.experts, p.topk, choice, choice.id[0], kDownThreads, (uint32_t*)sums);
+  STAMP(2)
+  // a window's first tile in the bank, and number of them
+  auto window = [&](uint32_t w) {
+    const uint4 v = lds128(run);
+    const uint32_t first = share_start(v.y, v.z, w);
+    return make_uint2(v.x + first, share_start(v.y, v.z, w + 1) - first);
+  };
+  // the q-th slot's worth of weights, window after window, expert after expert
+  auto fetch = [&](uint32_t q) {
+    const uint32_t w = q / p.topk, d = q - w * p.topk, slot = q % kDownSlots;
+    if (w >= lds32(run + 8)) return;
+    const uint2 at = window(w);
+    const uint32_t bytes = at.y * tile_bytes;
+    mbar_expect(bars + 8 * slot, bytes);
+    bulk_load(routed_at + slot * slot_bytes, (const uint8_t*)p.bank + ((uint64_t)choice.id[0][d] * tiles + at.x) * tile_bytes, bytes, bars + 8 * slot,
+              policy_evict_first());
+  };
+  if (lane == 0 && warp < min(p.early, kDownSlots)) fetch(warp);
+  if (warp == kDownWarps - 1) {
+    const float weight = weight_of(choice.key, p.topk);
+    if (lane < p.topk) choice.factor[0][lane] = weight * (E2M1_UNDO / __ldg(p.divisor + choice.id[0][lane]));
+  }
+  if (p.distinct && blockIdx.x == gridDim.x - 1) {  // nobody has fewer tiles
+    uint32_t* seen = (uint32_t*)(smem + (zeros - bars) + kDownZero);
+    uint8_t* room = (uint8_t*)sums + warp * 512;
+    if (threadIdx.x < kMaxExperts / 32) seen[threadIdx.x] = 0;
+    __syncthreads();
+    if (warp < p.r) {
+      top_of_row(p.logits + warp * p.experts, p.experts, p.topk, (uint16_t*)room, (uint32_t*)(room + 32), (uint32_t*)(room + 96));
+      if (lane < p.topk) atomicOr(seen + ((uint16_t*)room)[lane] / 32, 1u << ((uint16_t*)room)[lane] % 32);
+    }
+    __syncthreads();
+    const uint32_t sum = __reduce_add_sync(~0u, lane < kMaxExperts / 32 ? __popc(seen[lane]) : 0);
+    if (threadIdx.x == 0) choice.distinct = sum;
+  }
+  STAMP(3)
+  if (p.early) pdl_wait();
+  STAMP(4)
+  // Weights that were asked for earlier would have come instead of the last tiles of gate/up, which everything waits for.
+  if (lane == 0 && warp >= p.early && warp < kDownSlots) fetch(warp);
+  if (p.distinct && blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) *p.distinct = choice.distinct;
+  {
+    const uint32_t all = p.topk * p.inner / 8;
+    const bf16* hidden = p.hidden + (uint64_t)row() * p.topk * p.inner;
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < all; i += 2 * kDownThreads) {
+      const uint32_t j = i + kDownThreads;
+      uint4 a = ldg_l2(hidden + i * 8), b = a;
+      if (j < all) b = ldg_l2(hidden + j * 8);
+      sts128(hs + i * 16, operand(a));
+      if (j < all) sts128(hs + j * 16, operand(b));
+    }
+  }
+  __syncthreads();
+  pdl_trigger();
+  STAMP(5)
+  auto add = [&](uint32_t w) {
+    const uint2 at = window(w);
+    const uint32_t nt = at.y;
+    mbar_wait(summed + 8 * (w & 1), w >> 1 & 1);
+    if (threadIdx.x < nt * 64) {  // eight lanes an output
+      const float* now = sums + (w & 1) * kDownSums;
+      float v = 0;
+#pragma unroll 1
+      for (uint32_t i = lane % 8; i < 2 * pairs; i += 8) v += now[i * nt * 8 + threadIdx.x / 8];
+      v = quad_sum(v);
+      v += __shfl_xor_sync(~0u, v, 4);
+      if (lane % 8 == 0)
+        p.out[(uint64_t)row() * p.h + at.x * 8 + threadIdx.x / 8] = __float2bfloat16_rn(v + shared[(w & 3) * kDownMost * 8 + threadIdx.x / 8]);
+    }
+  };
+  // A group's pieces, two units (128 k of a tile) each, go to its warps in turn; the warps that have two of them are on other schedulers in the other.
+  const uint32_t group = warp / kDownGroup, own = group ? (warp + 6) % kDownGroup : warp;
+  const bool live = g / 2 == t;  // lanes whose columns are nobody's read zeros
+#pragma unroll 1
+  for (uint32_t w = 0; w < lds32(run + 8); w++) {
+    const uint2 place = window(w);
+    const uint32_t nt = place.y, units = nt * pairs, pieces = ceil_div(units, 2);
+    if (threadIdx.x < 2 * nt)
+      copy16(smem_addr(shared + (w & 3) * kDownMost * 8 + threadIdx.x * 4), p.shared_out + (uint64_t)row() * p.h + place.x * 8 + threadIdx.x * 4,
+             policy_evict_first());
+    copy_commit();
+    float sum[4] = {0, 0, 0, 0};
+    {
+      const uint32_t odd = (group ^ (w & p.topk)) & 1, a = 2 * own, b = a + 2 * kDownGroup;
+      uint32_t other_a = a + 1 < units ? kHalfBytes : 0, other_b = b + 1 < units ? kHalfBytes : 0;
+      auto operand_of = [&](uint32_t unit) { return live ? hs + (odd * p.inner + (unit + (g & 1)) % pairs * 128 + t * 16) * 2 : zeros; };
+      uint32_t xa = operand_of(a), xb = operand_of(b), step = live ? 4 * p.inner : 0;
+      const uint32_t q = w * p.topk + odd, slot = q % kDownSlots;
+      uint32_t bar = bars + 8 * slot, phase = q / kDownSlots & 1, factor = smem_addr(choice.factor[0] + odd), back = 512 - 14 * lane;
+      uint32_t at = routed_at + slot * slot_bytes + a * kHalfBytes + 16 * lane, mine = (own < pieces) + (own + kDownGroup < pieces);
+      hold(at), hold(back), hold(other_a), hold(other_b), hold(xa), hold(xb), hold(step), hold(mine), hold(factor);
+      const uint32_t end = smem_addr(choice.factor[0] + p.topk);
+#pragma unroll 1
+      for (; factor < end; factor += 8) {
+        mbar_wait(bar, phase);
+        auto release = [&]() {
+          __syncwarp();
+          if (lane == 0) mbar_arrive(bar + 8 * kDownSlots);
+        };
+        auto piece = [&](uint32_t from, uint32_t other, uint32_t x, bool last, float& suma, float& sumb) {
+          const uint4 u = lds128(from), v = lds128(from + other);
+          from += back;
+          const uint32_t su = lds16(from), sv = lds16(from + other);
+          if (last) release();
+          uint4 x0 = lds128(x), x1 = lds128(x + 16);
+          float acc[4], va, vb;
+          multiply_plain(acc, make_uint2(u.x, u.y), make_uint2(v.x, v.y), x0, x1);
+          const float2 fa = e4m3x2_f32(su), fb = e4m3x2_f32(sv);
+          va = fa.x * acc[0], vb = fb.x * acc[3];
+          x0 = lds128(x + 128), x1 = lds128(x + 144);
+          multiply_plain(acc, make_uint2(u.z, u.w), make_uint2(v.z, v.w), x0, x1);
+          va = fmaf(fa.y, acc[0], va), vb = fmaf(fb.y, acc[3], vb);
+          const float f = __uint_as_float(lds32(factor));
+          suma = fmaf(f, va, suma), sumb = fmaf(f, vb, sumb);
+        };
+        if (mine) piece(at, other_a, xa, mine == 1, sum[0], sum[1]);
+        else release();
+        if (mine > 1) piece(at + 2 * kDownGroup * kHalfBytes, other_b, xb, true, sum[2], sum[3]);
+        if (own == kDownGroup - 1 && lane == 0) {  // the warp with the fewest pieces
+          const uint32_t next = w * p.topk + (factor - smem_addr(choice.factor[0])) / 4 + kDownSlots;
+          if (next < lds32(run + 8) * p.topk) {
+            mbar_wait(bar + 8 * kDownSlots, phase);
+            fetch(next);
+          }
+        }
+        xa += step, xb += step, at += 2 * slot_bytes, bar += 16;
+        if (bar >= bars + 8 * kDownSlots) bar -= 8 * kDownSlots, at -= kDownSlots * slot_bytes, phase ^= 1;
+      }
+    }
+    if (w) add(w - 1);
+    {  // computed anew: no registers for it in the loop
+      const uint32_t n1 = window(w).y, all = n1 * pairs, unit = 2 * own;
+      float* to = sums + (w & 1) * kDownSums + ((group ^ (w & p.topk)) & 1) * all * 8 + g;
+#pragma unroll
+      for (uint32_t i = 0; i < 4; i++) {
+        const uint32_t u = unit + i / 2 * 2 * kDownGroup + i % 2;
+        const float v = quad_sum(sum[i]);
+        if (t == 0 && u < all) to[(u % pairs * n1 + u / pairs) * 8] = v;
+      }
+    }
+    copy_wait<0>();
+    __syncwarp();
+    if (lane == 0) mbar_arrive(summed + 8 * (w & 1));
+  }
+  add(lds32(run + 8) - 1);
+  STAMP(6)
+}
