@@ -121,7 +121,7 @@ func (d *Device) Projected(j kernels.Projector, q kernels.Projection, w, scale, 
 		return nil, false, nil
 	}
 	out = make([]byte, 2*q.R*q.N)
-	p := kernels.ProjectParams{R: uint32(q.R), XLd: uint32(q.K), K: uint32(q.K), Dim: uint32(q.Dim), Parts: 1, Eps: 1e-6}
+	p := kernels.ProjectParams{R: uint32(q.R), XLd: uint32(q.K), K: uint32(q.K), Dim: uint32(q.Dim), Parts: 1, Eps: 1e-6, Reserved: kernels.Shares(q.N, q.Blocks)}
 	if q.F32 {
 		p.XF32 = 1
 	}

@@ -490,7 +490,7 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 			if err := start(p, merge, w.Heads, rows, 4, 0, &join); err != nil {
 				return err
 			}
-			return p.gemv(join.Out, 2, qw, rows, out)
+			return p.attended(join.Out, qw, rows, out)
 		}
 		if err := start(p, kernels.Attend, w.Heads, rows, splits, 0, &attend); err != nil {
 			return err
@@ -498,8 +498,18 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 		if err := start(p, kernels.Merge, w.Heads, rows, 1, 0, &merge); err != nil {
 			return err
 		}
-		return p.gemv(merge.Out, 2, qw, rows, out)
+		return p.attended(merge.Out, qw, rows, out)
 	}, l.err
+}
+
+// attended multiplies rows that attention has left. Of E4M3 the Project kernels bring all of a block's weights, while it lasts.
+func (p *pass) attended(x driver.Ptr, width, rows int, out kernels.Part) error {
+	if kernels.Format(out.M.Format) != kernels.BF16 {
+		if ok, err := p.project(multiplicand{x: x, dim: 1}, width, rows, []kernels.Part{out}, kernels.Shift{}); ok || err != nil {
+			return err
+		}
+	}
+	return p.gemv(x, 2, width, rows, out)
 }
 
 // lookSelection replaces forced selections and traces what is attended to, row by row.

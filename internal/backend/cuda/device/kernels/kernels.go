@@ -84,6 +84,9 @@ type Projection struct {
 	F32                                 bool
 }
 
+// Shares says how many of n weight rows each of so many blocks has, and 65,536 times how many blocks have one more. It is a parameter of the kernel.
+func Shares(n, blocks int) uint32 { return uint32(n/blocks | n%blocks<<16) }
+
 // Shared is the shared memory of a block; ok is false where the kernel cannot do it.
 func (j Projector) Shared(p Projection) (size int, ok bool) {
 	const passRows, pieces = 24, 96                      // kPass and kPieces of project.cu
@@ -128,7 +131,11 @@ type Set = code.Set[ID]
 
 // Load loads the machine code into c: the committed one, or that of files. It fails with *driver.ArchError on a GPU there is no code for.
 func Load(c *driver.Context, files fs.FS) (*Set, error) {
-	return code.Load(c, &table, files, []ID{Delta, ProjectBf16, ProjectBf16Deep, ProjectBf16Rows, ProjectE4m3, ProjectWhole, ProjectWholeRows})
+	return code.Load(c, &table, files, []ID{
+		Delta, ProjectBf16, ProjectBf16Deep, ProjectBf16Rows, ProjectE4m3, ProjectWhole, ProjectWholeRows,
+		// where an SM had been divided for attention's kernels, the product that comes next could not start beside them
+		PrepScore, SelectBlocks, AttendUnits, AttendUnitsFp8, AttendPairs, AttendPairsFp8, MergeUnits, MergePairs,
+	})
 }
 
 // Layout is the size of every parameter struct followed by the offsets of its fields.

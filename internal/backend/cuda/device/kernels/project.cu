@@ -58,7 +58,7 @@ DEVICE uint32_t two_f16(float a, float b) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(b), "f"(a));
   return r;
 }
-DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 DEVICE uint32_t part(uint32_t n, uint32_t m, uint32_t i) { return n * i / m; }  // the first of n things that the i-th of m has
 
@@ -120,8 +120,8 @@ DEVICE void bring(const Shift& s, uint32_t at, uint32_t fresh) {
 
 // At most 64 registers, in 16 bits 96, which leave room for two blocks of the delta rule.
 //
-// Warps share K. The last one asks for weights that come by bulk copies, and brings windows forward. What a block does before its wait is short, as
-// instructions come from far: it may begin late.
+// Warps share K. The last one asks for weights that come by bulk copies, the one before it brings windows forward. What a block does before its wait is
+// short, as instructions come from far: it may begin late.
 //
 // kDepth: groups of 64 bytes of each row that a warp has on their way, through copies private to a lane; 0 for all of the block's weights at
 // once by bulk copies, where a block has at most kPass rows. C: blocks of a cluster.
@@ -133,29 +133,15 @@ DEVICE void project(const ProjectParams& p) {
   constexpr uint32_t ks = F8 ? 64 : 32;  // k positions of a chunk: 64 bytes of a row
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   uint32_t rank = 0;
-  if (C > 1) {
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    cluster_arrive();  // a block's shared memory is written once it has begun
-  }
-  const uint32_t bar = shared_at(room) + 512;
-  if (kWhole) {
-    if (threadIdx.x == 32 * (W - 1)) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(bar) : "memory");
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    }
-    __syncthreads();
-  }
-  // shared memory: powers of two [r][share], a barrier, sums [share][r][32] (of two passes in turn), operand [r][pitch] and again what it leaves, weights
+  if (C > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  // shared memory: powers of two [r][share], barriers, sums [share][r][32] (of two passes in turn), operand [r][pitch] and again what it leaves, weights
   // [block's rows][row_pitch] or copies [warp][kDepth][row][64], pieces of windows
   const uint32_t all = p.k / ks, most_chunks = (all + W - 1) / W * SH, row_bytes = F8 ? p.k : 2 * p.k;
   const uint32_t pitch = most_chunks * ks * 2 + (F8 ? 16 : 64);  // of an operand's row: no bank twice
-  uint32_t total = 0;
-#pragma unroll 1
-  for (uint32_t i = 0; i < p.parts; i++) total += p.part[i].rows;
-  const uint32_t few = total / gridDim.x, over = total - few * gridDim.x;  // the first blocks have a row more
+  const uint32_t few = p.reserved & 0xffff, over = p.reserved >> 16;  // weight rows of a block, and how many blocks have one more: the first
   auto first_of = [&](uint32_t block) { return block * few + min(block, over); };
   const uint32_t most = few + min(over, 1), passes = kWhole ? 1 : (most + kPass - 1) / kPass, tile = kWhole ? most : (most + passes - 1) / passes;
+  const uint32_t bar = shared_at(room) + 512, met = bar + 8;  // of the weights; of sums that come from all blocks of a cluster, for two passes in turn
   float *undos = (float*)room, *sums = (float*)(room + 640);
   const uint32_t xs = shared_at(sums) + min(passes, 2) * W * p.r * 128, rest = p.r * pitch;
   const uint32_t weights = (xs + (F8 ? 1 : 2) * rest + 127) & ~127u, row_pitch = (most_chunks * 64 + 127) / 128 * 128 + 64;
@@ -169,36 +155,53 @@ DEVICE void project(const ProjectParams& p) {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   const bool aside = warp == W - 1;
-  if (kWhole && aside) {
-    if (lane == 0)
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"((first_of(home + C) - first_of(home)) * (last_chunk - first_chunk) * 64) : "memory");
+  auto expect = [&](uint32_t at, uint32_t bytes) { asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory"); };
+  const uint32_t sum_bytes = W * p.r * tile * 4;
+  if ((kWhole || C > 1) && aside) {
+    if (lane == 0) {
+#pragma unroll
+      for (int i = 0; i < (C > 1 ? 3 : 1); i++) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(bar + 8 * i) : "memory");
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      if (kWhole) expect(bar, (first_of(home + C) - first_of(home)) * (last_chunk - first_chunk) * 64);
+    }
     __syncwarp();
+    if (kWhole) {
+      if (C == 1) asm volatile("bar.arrive 1, %0;" ::"n"(32 * W) : "memory");
 #pragma unroll 1
-    for (uint32_t i = lane; i < C * tile && last_chunk > first_chunk; i += 32) {
-      const uint32_t of = i < tile ? 0 : 1, n = first_of(home + of) + i - of * tile;  // of at most two blocks
-      if (n < first_of(home + of + 1))
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(weights + i * row_pitch),
-                     "l"(row_at(n, first_chunk)), "r"((last_chunk - first_chunk) * 64), "r"(bar), "l"(policy)
-                     : "memory");
+      for (uint32_t i = lane; i < C * tile && last_chunk > first_chunk; i += 32) {
+        const uint32_t of = i < tile ? 0 : 1, n = first_of(home + of) + i - of * tile;  // of at most two blocks
+        if (n < first_of(home + of + 1))
+          asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(weights + i * row_pitch),
+                       "l"(row_at(n, first_chunk)), "r"((last_chunk - first_chunk) * 64), "r"(bar), "l"(policy)
+                       : "memory");
+      }
+      __syncwarp();
+    }
+    if (C > 1 && lane == 0) {
+      expect(met, sum_bytes);
+      if (passes > 1) expect(met + 8, sum_bytes);
     }
     __syncwarp();
   }
+  if (C > 1) cluster_arrive();  // a block's shared memory is written once it has begun
   const uint32_t set = warp / SH, mine = warp % SH, share = rank * SH + mine;  // this warp's: rows of block set of the cluster, k
   const uint32_t begin = first_of(home + set), end = first_of(home + set + 1);
   const uint32_t chunk0 = part(all, W, share), chunks = part(all, W, share + 1) - chunk0;
 
   // In the epilogue a thread is one row and weight row of a pass. Scales are far away: asked for now, looked at last.
   const uint32_t own = first_of(blockIdx.x), stop = first_of(blockIdx.x + 1), of_row = threadIdx.x / 32, of_place = threadIdx.x % 32;
+  uint32_t scale_high = 0;
   auto ask_scale = [&](uint32_t i) -> uint32_t {
-    uint32_t n = own + i * tile + of_place, j = 0, v = 0;
-    if (!F8 || of_row >= p.r || of_place >= tile || n >= stop) return 0;
+    if (!F8) return 0;
+    // Every thread asks for something: what has to be merged with another value would be waited for here.
+    uint32_t n = min(own + i * tile + of_place, max(stop, 1u) - 1), j = 0, low;
 #pragma unroll 1
-    while (n >= p.part[j].rows) n -= p.part[j++].rows;
-    if (p.part[j].scale_f32)
-      asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"((const float*)p.part[j].scale + n));
-    else
-      asm volatile("ld.global.nc.u16 %0, [%1];" : "=r"(v) : "l"((const bf16*)p.part[j].scale + n));
-    return v;
+    while (j + 1 < p.parts && n >= p.part[j].rows) n -= p.part[j++].rows;
+    const uint32_t f32 = p.part[j].scale_f32;
+    const uint8_t* at = (const uint8_t*)p.part[j].scale + ((uint64_t)n << (f32 ? 2 : 1));
+    asm volatile("ld.global.nc.u16 %0, [%2]; ld.global.nc.u16 %1, [%3];" : "=r"(low), "=r"(scale_high) : "l"(at), "l"(at + (f32 ? 2 : 0)));
+    return low;
   };
   uint32_t scale_now = ask_scale(0);
 
@@ -226,7 +229,7 @@ DEVICE void project(const ProjectParams& p) {
     for (int i = 0; i < kDepth; i++) copy_next();
   }
   // Windows, some pieces at a time.
-  const uint32_t piece_share = (pieces(p.shift) + gridDim.x - 1) / gridDim.x, last = aside ? min(pieces(p.shift), (blockIdx.x + 1) * piece_share) : 0;
+  const uint32_t piece_share = (pieces(p.shift) + gridDim.x - 1) / gridDim.x, last = warp == W - 2 ? min(pieces(p.shift), (blockIdx.x + 1) * piece_share) : 0;
   const uint32_t fresh = fresh_of(p), piece_bytes = 64 + 16 * fresh, window = weights + (kWhole ? C * tile * row_pitch : W * kDepth * tile * 64) + lane * piece_bytes;
   uint32_t piece = blockIdx.x * piece_share + lane;
   auto of_round = [&](auto&& f) {
@@ -264,6 +267,7 @@ DEVICE void project(const ProjectParams& p) {
     shared_store(to, make_uint4(a[0], a[1], a[2], a[3]));
     if (!F8) shared_store(to + rest, make_uint4(left[0], left[1], left[2], left[3]));
   };
+  if (kWhole && C == 1 && !aside) asm volatile("bar.sync 1, %0;" ::"n"(32 * W) : "memory");  // there is a barrier for weights
   __syncwarp();
   pdl_wait();
 
@@ -362,17 +366,20 @@ DEVICE void project(const ProjectParams& p) {
   }
 
   uint32_t to_sums = shared_at(sums) + share * p.r * 128 + g * 4;
+  uint32_t there = met;
   if (C > 1) asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to_sums) : "r"(to_sums), "r"(set));
+  if (C > 1) asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(there), "r"(set));
   __syncwarp();
   if (C > 1) cluster_wait();
   if (kWhole) asm volatile("{.reg .pred p; L: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0; @p bra D; bra L; D: }" ::"r"(bar) : "memory");
   __syncwarp();
   uint32_t slot = 0;
-  auto meet = [&]() {
+  auto meet = [&](uint32_t i) {
     __syncwarp();
     if (C > 1) {
-      cluster_arrive();
-      cluster_wait();
+      asm volatile("{.reg .pred p; L: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1; @p bra D; bra L; D: }" ::"r"(met + i % 2 * 8), "r"(i / 2 & 1) : "memory");
+      __syncwarp();
+      if (i + 2 < passes && aside && lane == 0) expect(met + i % 2 * 8, sum_bytes);
     } else {
       __syncthreads();
     }
@@ -428,11 +435,11 @@ DEVICE void project(const ProjectParams& p) {
           const uint32_t to = to_sums + (i % 2 * W * p.r + 2 * t + j) * 128 + 32 * h;
           if (g + 8 * h >= tile) continue;
           if (C > 1)
-            asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
+            asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(__float_as_uint(v)), "r"(there + i % 2 * 8) : "memory");
           else
             asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
         }
-    meet();
+    meet(i);
     uint32_t n = own + i * tile + of_place;
     if (of_row < p.r && of_place < tile && n < stop) {
       float v[W];
@@ -447,7 +454,7 @@ DEVICE void project(const ProjectParams& p) {
 #pragma unroll 1
       while (n >= p.part[j].rows) n -= p.part[j++].rows;
       const ProjectPart& q = p.part[j];
-      if (F8) sum *= __uint_as_float(q.scale_f32 ? scale_now : scale_now << 16);
+      if (F8) sum *= __uint_as_float(scale_high << 16 | (q.scale_f32 ? scale_now : 0));
       q.out[(uint64_t)of_row * q.out_ld + n] = to_bf16(sum);
     }
     if (!kWhole && i + 1 < passes) scale_now = ask_scale(i + 1);
