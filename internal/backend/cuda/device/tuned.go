@@ -91,8 +91,9 @@ func (p *pass) tunedGemv(x driver.Ptr, ld, rows int, parts []plain.Part) (ok boo
 	return true, tunedRun(p, plan, &g)
 }
 
-// aheadBytes is what is brought into L2 of each block's share of the next matrix.
-const aheadBytes = 64 << 10
+// aheadBytes is what is brought into L2 of each block's share of the next matrix, and of one in 8 bits with more than four rows. What the next kernels
+// read waits behind it.
+const aheadBytes, aheadRows = 64 << 10, 32 << 10
 
 // inputs notes the matrices that a mixer's input is multiplied with first: those of the mixture before may bring some of them into L2.
 func (s *step) inputs(parts []plain.Part) { s.ahead = append(s.ahead, parts) }
@@ -106,7 +107,11 @@ func (s *step) aheadOf(n, rows int) kernels.Ahead {
 	if !ok {
 		return kernels.Ahead{}
 	}
-	a := g.Ahead(format, aheadBytes)
+	bytes := uint32(aheadBytes)
+	if format == kernels.FormatE4M3 && rows > 4 {
+		bytes = aheadRows
+	}
+	a := g.Ahead(format, bytes)
 	if uint64(a.N)*uint64(a.Bytes) > uint64(s.d.owner.Device().L2/2) {
 		return kernels.Ahead{}
 	}
@@ -282,6 +287,9 @@ func (s *step) tunedMix(l *loader, op backend.Mix) func(*pass) error {
 	x, xOut, inject, out := s.bufs[op.X.X], other, s.bufs[op.X.Inject], s.bufs[op.Out]
 	s.bufs[op.X.X], s.other[op.X.X] = other, x
 	scale := down.flags & kernels.PartScaleF32 / kernels.PartScaleF32
+	if w.Inject.Present() { // before a router too, whose weights would delay what hc_down of several rows reads
+		plans[1].up.Trigger = 0
+	}
 	if w.Inject.Present() && len(s.ahead) == s.mixtures {
 		for r := range plans { // a mixer's first matrix comes next, which has much to ask for
 			plans[r].up.Trigger = 0

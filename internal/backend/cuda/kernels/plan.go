@@ -368,24 +368,28 @@ func (l Limits) HcUp(fp8 bool, r, h, low uint32) (Plan, HcUpParams, error) {
 	return plan, p, nil
 }
 
+// routerFixed is the bytes of a router block's shared memory that are not in the plan, at most.
+const routerFixed = 10752
+
 // Router plans the router and the shared expert's first half.
 func (l Limits) Router(fp8 bool, r, k, experts, inner uint32) (Plan, RouterParams, error) {
 	p := RouterParams{R: r, K: k, XLd: k, Experts: experts, Inner: inner}
-	units, last, static := (experts+1)/2+inner+1, uint32(0), uint32(8192)
+	units := (experts+1)/2 + inner
 	plan := Plan{Kernel: RouterSharedBf16}
 	if fp8 {
-		// the last block has the shared gate vector in BF16
-		plan.Kernel, units, last, static = RouterSharedE4m3, units-1, 1, 16384
+		plan.Kernel = RouterSharedE4m3
 	}
-	plan.Grid = max(l.SMs, (units+routerUnits-1)/routerUnits+last)
+	plan.Grid = max(l.SMs, (units+routerUnits-1)/routerUnits)
 	for ; ; plan.Grid++ { // with little shared memory more blocks of fewer rows
-		own := (units + plan.Grid - last - 1) / (plan.Grid - last)
-		plan.Shared = 128 + r*operandPitch(k) + max(2*own*weightPitch(fp8, k), 2*weightPitch(false, k))
-		if own == 1 || plan.Shared+static <= l.SharedPerBlock {
+		most, least := (units+plan.Grid-1)/plan.Grid*2, units/plan.Grid*2
+		// the last block, which has the fewest, has the shared gate vector too; a warp reads up to 160 k of a row that is shorter
+		plan.Shared = 128 + r*operandPitch(maxHidden) + max(most*weightPitch(fp8, k), least*weightPitch(fp8, k)+2*k) + 256
+		if most == 2 || plan.Shared+routerFixed <= l.SharedPerBlock {
 			break
 		}
 	}
-	if r < 1 || r > MaxRows || k == 0 || k%16 != 0 || k > maxHidden || plan.Shared+static > l.SharedPerBlock {
+	p.Reserved = units/plan.Grid<<16 | units%plan.Grid // of a block, and how many blocks have one more
+	if r < 1 || r > MaxRows || k == 0 || k%16 != 0 || k > maxHidden || plan.Shared+routerFixed > l.SharedPerBlock {
 		return plan, p, fmt.Errorf("cuda: no router plan for %d rows of %d", r, k)
 	}
 	return plan, p, nil

@@ -2,70 +2,46 @@
 //
 //   router_shared   logits = Wr x (FP32);  hs = silu(Wg x) * (Wu x);  shared_logit = ws x.
 //
-// The block's rows (at most seven pairs) are in shared memory before the dependency wait and in registers before the activations come; the
-// rows of activations are the columns of the tensor instruction. Fixed order of sums. K % 16 = 0 and at most 2560.
+// A block has up to seven pairs of weight rows in shared memory and a warp 160 k of them, of which it brings the activations itself, so that no barrier of
+// the block stands before the product. The weights become operands of the tensor instruction while the activations are waited for; their rows are its
+// columns. Sums have a fixed order. Sixteen warps have four turns at an instruction, and a new one comes in some six clocks: what counts is how many stand
+// before the copies of the weights and behind the wait.
 //
 // Memory idles here and while the experts are chosen, so the beginning of what is certain to be read after them is brought into L2.
+//
+//   Shapes: K % 16 = 0 and at most 2560, R = 1..8.
 #include "common.cuh"
 #include "params.h"
 
 extern __shared__ __align__(128) uint8_t smem[];
 
-static constexpr int kRows = 14;  // of a block
 static constexpr int kThreads = 512;
 static constexpr int kWarps = kThreads / 32;
-static constexpr int kChunks = 5;  // of 32 k that a warp has: K <= 2,560
+static constexpr int kChunks = 5;  // of 32 k that a warp has
+static constexpr uint32_t kMine = 32 * kChunks, kMost = kWarps * kMine;  // k of a warp; at most
 
-// In a chunk lane (g, t) = (lane / 4, lane % 4) has k = 8 t .. of rows g and g + 8 as the first operand of the tensor instruction and of
-// activation row g as the second: a dot product does not care about the order of k.
-
-// Bytes from one weight row to the next in shared memory, without bank conflicts.
-NINFER_DEVICE uint32_t weight_pitch(bool fp8, uint32_t k) { return fp8 ? k + 32 : 2 * k + 64; }
-// The same for rows of the second operand.
-NINFER_DEVICE uint32_t operand_pitch(uint32_t k) { return 2 * k + 64; }
-
-// Eight weights as BF16 pairs in order of k; E4M3 as their value times 2^-120 (see e4m3x4_bf16).
-template <bool FP8>
-NINFER_DEVICE uint4 eight_weights(uint32_t at) {
-  if constexpr (FP8) {
-    const uint2 w = lds64(at);
-    uint4 r;
-    e4m3x4_bf16(__byte_perm(w.x, 0, 0x3120), r.x, r.y);
-    e4m3x4_bf16(__byte_perm(w.y, 0, 0x3120), r.z, r.w);
-    return r;
-  } else {
-    return lds128(at);
-  }
+// Past L1 (R7); of bytes 0 sixteen zeros are stored.
+NINFER_DEVICE void copy_activations(uint32_t dst, const bf16* src, uint32_t bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
 }
-NINFER_DEVICE uint4 scale_e4m3_x(uint4 v) { return make_uint4(scale_e4m3_x(v.x), scale_e4m3_x(v.y), scale_e4m3_x(v.z), scale_e4m3_x(v.w)); }
+// A word of four bytes, in the same groups.
+NINFER_DEVICE void copy_word(uint32_t dst, uint64_t src) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory"); }
+// Something that is to be in registers here, not to be made where it is used.
+template <typename T>
+NINFER_DEVICE void made(const T*& p) {
+  asm volatile("" : "+l"(p));
+}
+NINFER_DEVICE void made(uint32_t& v) { asm volatile("" : "+r"(v)); }
 
-// Rows g (lo) and g + 8 (hi) of a chunk times its operand, in two sums that shorten the chain.
-NINFER_DEVICE void multiply_chunk(float* a, float* b, uint4 lo, uint4 hi, uint4 x) {
-  mma_bf16(a, lo.x, hi.x, lo.y, hi.y, x.x, x.y);
-  mma_bf16(b, lo.z, hi.z, lo.w, hi.w, x.z, x.w);
+// Two E4M3 codes of a word, from byte FIRST on, as a BF16 pair. Placed by bits they are 2^-120 of their value, subnormals as BF16 subnormals.
+template <int FIRST>
+NINFER_DEVICE uint32_t e4m3x2_bf16(uint32_t w) {
+  uint32_t v;  // each code behind eight of its sign
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(v) : "r"(w), "n"(FIRST ? 0xb3a2 : 0x9180));
+  return mul_bf162(v << 4 & 0x87f087f0u, 0x7b807b80u);
 }
 
-// A warp's chunks of the block's rows, n of them present.
-template <bool FP8>
-struct Rows {
-  uint32_t at;  // of row g at the lane's k of the warp's first chunk
-  uint32_t k, n, size;
-  uint32_t down;  // from row g to row g + 8
-  NINFER_DEVICE Rows(uint32_t weights, uint32_t pitch, uint32_t rows, uint32_t width) {
-    const uint32_t lane = threadIdx.x % 32;
-    k = threadIdx.x / 32 * kChunks * 32 + lane % 4 * 8, n = rows, size = width, down = 8 * pitch;
-    at = weights + lane / 4 * pitch + k * (FP8 ? 1 : 2);
-  }
-  NINFER_DEVICE void read(int c, uint4& lo, uint4& hi) const {
-    const uint32_t g = threadIdx.x % 32 / 4;
-    const bool in = k + c * 32 < size;
-    lo = hi = make_uint4(0, 0, 0, 0);
-    if (in && g < n) lo = eight_weights<FP8>(at + c * (FP8 ? 32 : 64));
-    if (in && g + 8 < n) hi = eight_weights<FP8>(at + down + c * (FP8 ? 32 : 64));
-  }
-};
-
-// Asks for the block's pieces. One thread does, whose work comes later: an instruction is some 40 ns, whatever its size.
+// Asks for the block's pieces. One thread does: an instruction is some 40 ns, whatever its size.
 NINFER_DEVICE void bring_ahead(const Ahead& a) {
 #pragma unroll 1
   for (uint32_t i = blockIdx.x; i < a.n; i += gridDim.x) {
@@ -75,127 +51,150 @@ NINFER_DEVICE void bring_ahead(const Ahead& a) {
   }
 }
 
-// Unit u is a pair of rows: router rows 2u and 2u+1, or gate row j and up row j, or the shared gate vector alone.
+// Unit u is a pair of rows: router rows 2u and 2u+1, or gate row j and up row j. The last block, which has not more of them than any other, has the
+// shared gate vector too, always BF16, as row 15 of its tile.
 template <bool FP8>
-NINFER_DEVICE void router_rows(const RouterParams& p, uint32_t unit0, uint32_t n) {
+NINFER_DEVICE void router_rows(const RouterParams& p) {
+  constexpr uint32_t bytes = FP8 ? 1 : 2;  // of a weight
+  // Bytes from a row to the next in shared memory, apart in banks.
+  constexpr uint32_t opitch = 2 * kMost + 64;
+  const uint32_t pitch = FP8 ? p.k + 32 : 2 * p.k + 64;
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const uint32_t routing = ceil_div(p.experts, 2), all = routing + p.inner;
-  __shared__ float sums[kWarps][8][16];
+  const uint32_t routing = ceil_div(p.experts, 2);
+  const uint32_t each = p.reserved >> 16, more = p.reserved & 0xffff, unit0 = blockIdx.x * each + min(blockIdx.x, more), n = each + (blockIdx.x < more);
+  const bool last = blockIdx.x == gridDim.x - 1;
+  __shared__ float sums[kWarps][8][20];  // of a warp's k; 16 are used
+  __shared__ uint32_t scales[16];        // the words that row scales are in
 
+  // The weights of tile row i and its scale's row; false if there is none.
   auto row_of = [&](uint32_t i, const void*& w, const void*& scale, uint32_t& row) -> bool {
     const uint32_t u = unit0 + i / 2, second = i % 2;
-    if (i / 2 >= n) return false;
-    if (u < routing) {
-      w = p.router, scale = p.router_scale, row = 2 * u + second;
-      return row < p.experts;
-    }
-    if (u < all) {
-      row = u - routing;
-      w = second ? p.up : p.gate, scale = second ? p.up_scale : p.gate_scale;
-      return true;
-    }
-    w = p.shared, scale = nullptr, row = 0;
-    return !second;
+    const bool routes = u < routing;
+    w = routes ? p.router : second ? p.up : p.gate, scale = routes ? p.router_scale : second ? p.up_scale : p.gate_scale;
+    row = routes ? 2 * u + second : u - routing;
+    return i / 2 < n && (!routes || row < p.experts);
   };
 
   STAMP_BEGIN(140 + FP8)
-  constexpr uint32_t bytes = FP8 ? 1 : 2;  // of a weight
-  const uint32_t slice = bytes * p.k, pitch = weight_pitch(FP8, p.k), opitch = operand_pitch(p.k);
-  const uint32_t bar = smem_addr(smem), operand = bar + 128, weights = operand + p.r * opitch;
+  const uint32_t bar = smem_addr(smem), operand = bar + 128, weights = operand + p.r * opitch, vector = weights + 2 * n * pitch;
+  // Issuing a bulk copy takes a warp some 40 ns: every warp issues a row, which is known before the barrier.
+  uint32_t copied, into;
+  const uint8_t* source;
+  {
+    const bool own = warp == kWarps - 1;
+    const void *w, *scale;
+    uint32_t row;
+    bool have = row_of(warp, w, scale, row);
+    if (own) w = p.shared, row = 0, have = last;
+    copied = (own ? 2 : bytes) * p.k, into = own ? vector : weights + warp * pitch, source = (const uint8_t*)w + (uint64_t)row * copied;
+    if (!have) copied = 0;
+    made(copied), made(into), made(source);
+  }
   if (threadIdx.x == 0) {
-    mbar_init(bar, 1);
+    mbar_init(bar, kWarps);
     mbar_fence_init();
   }
   __syncthreads();
-  if (warp == 0) {
-    const void *m, *s;
-    uint32_t row;
-    const bool have = lane < kRows && row_of(lane, m, s, row);
-    const uint32_t count = __popc(__ballot_sync(~0u, have));
-    if (lane == 0) mbar_expect(bar, count * slice);
+  if (lane == 0) {
+    mbar_expect(bar, copied);
+    if (copied) bulk_load(into, source, copied, bar, policy_evict_first());
   }
-  if (warp < kRows && lane == 0) {  // issuing a bulk copy takes a warp some 40 ns: every warp issues a row
-    const void *m, *s;
+  if (FP8 && threadIdx.x < 16) {
+    const void *w, *scale;
     uint32_t row;
-    if (row_of(warp, m, s, row)) bulk_load(weights + warp * pitch, (const uint8_t*)m + (uint64_t)row * slice, slice, bar, policy_evict_first());
+    if (row_of(threadIdx.x, w, scale, row)) copy_word(smem_addr(scales + threadIdx.x), ((uint64_t)scale + (p.scale_f32 ? 4 * row : 2 * row)) & ~(uint64_t)3);
   }
-  float scale = 1.0f;
-  if (FP8 && threadIdx.x % 16 < kRows) {
-    const void *m, *s;
-    uint32_t row;
-    if (row_of(threadIdx.x % 16, m, s, row) && s) scale = E4M3_UNDO * row_scale(s, p.scale_f32, row);
-  }
+  // In a chunk lane (g, t) = (lane / 4, lane % 4) has k = 8 t .. of rows g and g + 8 as the first operand of the tensor instruction and of activation row g as the
+  // second: a dot product does not care about the order of k. Nothing here branches: where a row is missing another is read, whose sums nobody reads; where
+  // k ends the activations are zero.
+  const uint32_t k0 = warp * kMine, first = min(k0 + 8 * t, p.k - 8), room = p.k - 8 - first, most = max(2 * n, 1u) - 1;
+  uint32_t lo_at = weights + min(g, most) * pitch + first * bytes, hi_at = weights + min(g + 8, most) * pitch + first * bytes, vector_at = vector + 2 * first;
+  made(lo_at), made(hi_at), made(vector_at);
+  const bool own = last && g == 7;
+  uint32_t w[2 * kChunks][4];
+  auto read = [&](int c) {
+    uint32_t(&a)[4] = w[2 * c], (&b)[4] = w[2 * c + 1];
+    const uint32_t step = min(32u * c, room);
+    if (FP8) {
+      const uint2 lo = lds64(lo_at + step), hi = lds64(hi_at + step);
+      a[0] = e4m3x2_bf16<0>(lo.x), a[2] = e4m3x2_bf16<2>(lo.x), b[0] = e4m3x2_bf16<0>(lo.y), b[2] = e4m3x2_bf16<2>(lo.y);
+      a[1] = e4m3x2_bf16<0>(hi.x), a[3] = e4m3x2_bf16<2>(hi.x), b[1] = e4m3x2_bf16<0>(hi.y), b[3] = e4m3x2_bf16<2>(hi.y);
+      const uint32_t at = vector_at + 2 * step;
+      if (own) a[1] = lds32(at), a[3] = lds32(at + 4), b[1] = lds32(at + 8), b[3] = lds32(at + 12);
+    } else {
+      const uint4 lo = lds128(lo_at + 2 * step), hi = lds128((own ? vector_at : hi_at) + 2 * step);
+      a[0] = lo.x, a[1] = hi.x, a[2] = lo.y, a[3] = hi.y, b[0] = lo.z, b[1] = hi.z, b[2] = lo.w, b[3] = hi.w;
+    }
+  };
+  uint32_t x_at = operand + min(g, p.r - 1) * opitch + 2 * (k0 + 8 * t);
+  const uint32_t k8 = k0 + 8 * lane;
+  uint32_t to = operand + 2 * k8, size = k8 < p.k ? 16 : 0, copies = lane < kMine / 8 ? p.r : 0;
+  const bf16* from = p.x + (k8 < p.k ? k8 : 0);
+  made(x_at), made(to), made(size), made(copies), made(from);
   if (p.trigger == 0) pdl_trigger();
   STAMP(1)
   pdl_wait();
+  STAMP(2)
+#pragma unroll 1
+  for (; copies; copies--, to += opitch, from += p.x_ld) copy_activations(to, from, size);
+  copy_commit();
   if (p.trigger == 2) pdl_trigger();
   // Not before the wait, where the kernels ahead need memory themselves.
-  if (threadIdx.x == kThreads - 32) bring_ahead(p.ahead);
-  STAMP(2)
-  const uint64_t policy = policy_evict_first();
-  for (uint32_t i = threadIdx.x; i < p.k / 8 * p.r; i += kThreads) {
-    const uint32_t a = i / (p.k / 8), k = i % (p.k / 8) * 8;
-    copy16(operand + a * opitch + k * 2, p.x + (uint64_t)a * p.x_ld + k, policy);
-  }
-  copy_commit();
+  if (threadIdx.x == 32 * (kWarps - 1)) bring_ahead(p.ahead);
   mbar_wait(bar, 0);
-  if (p.trigger == 1) pdl_trigger();
-  // rows that are not there hold what they will: nobody reads their sums
-  const Rows<FP8> rows(weights, pitch, 2 * n, p.k);
-  uint4 lo[kChunks], hi[kChunks];
 #pragma unroll
-  for (int c = 0; c < kChunks; c++) rows.read(c, lo[c], hi[c]);
-  copy_wait<0>();
+  for (int c = 0; c < kChunks; c++) read(c);
+  if (FP8)  // before the activations come
+#pragma unroll
+    for (int c = 0; c < 2 * kChunks; c++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) made(w[c][i]);
   STAMP(3)
-  __syncthreads();
+  copy_wait<0>();
+  __syncwarp();
+  if (p.trigger == 1) pdl_trigger();
   STAMP(4)
-  float a[4] = {0, 0, 0, 0}, b[4] = {0, 0, 0, 0};
+  float a[4] = {0, 0, 0, 0}, b[4] = {0, 0, 0, 0};  // two sums, which shorten the chain
 #pragma unroll
   for (int c = 0; c < kChunks; c++) {
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (g < p.r && rows.k + c * 32 < p.k) v = lds128(operand + g * opitch + (rows.k + c * 32) * 2);
-    if (FP8) v = scale_e4m3_x(v);
-    multiply_chunk(a, b, lo[c], hi[c], v);
+    const uint4 x = lds128(x_at + 64 * c);
+    mma_bf16(a, w[2 * c][0], w[2 * c][1], w[2 * c][2], w[2 * c][3], x.x, x.y);
+    mma_bf16(b, w[2 * c + 1][0], w[2 * c + 1][1], w[2 * c + 1][2], w[2 * c + 1][3], x.z, x.w);
   }
 #pragma unroll
   for (uint32_t i = 0; i < 2; i++)
     if (2 * t + i < p.r) sums[warp][2 * t + i][g] = a[i] + b[i], sums[warp][2 * t + i][g + 8] = a[i + 2] + b[i + 2];
-  __syncthreads();
   STAMP(5)
-  const uint32_t of = threadIdx.x / 16, row = threadIdx.x % 16;
-  float s = 0;
-  if (of < p.r) {
+  __syncthreads();
+  STAMP(6)
+  // Thread 16 r + i has tile row i of activation row r.
+  const uint32_t of = threadIdx.x / 16, i = threadIdx.x % 16, u = unit0 + i / 2;
+  if (of >= (p.r + 1 & ~1u)) return;  // whole warps
+  float s[kWarps];
 #pragma unroll
-    for (int i = 0; i < kWarps; i++) s += sums[i][of][row];
-    s *= scale;
+  for (int j = 0; j < kWarps; j++) s[j] = sums[j][of][i];
+#pragma unroll
+  for (int d = 1; d < kWarps; d *= 2)
+#pragma unroll
+    for (int j = 0; j < kWarps; j += 2 * d) s[j] += s[j + d];
+  float v = s[0];
+  if (FP8 && i / 2 < n) {
+    const uint32_t word = scales[i], odd = u < routing ? i % 2 : (u - routing) % 2;
+    v *= __uint_as_float(p.scale_f32 ? word : odd ? word & 0xffff0000u : word << 16);
   }
-  const float second = __shfl_down_sync(~0u, s, 1);
-  const uint32_t u = unit0 + row / 2;
-  if (of < p.r && row % 2 == 0 && row / 2 < n) {
+  const float second = __shfl_down_sync(~0u, v, 1);
+  if (of >= p.r) return;
+  if (last && i == 15) p.shared_logit[of] = v;
+  if (i % 2 == 0 && i / 2 < n) {
     if (u < routing) {
-      p.logits[of * p.experts + 2 * u] = s;
+      p.logits[of * p.experts + 2 * u] = v;
       if (2 * u + 1 < p.experts) p.logits[of * p.experts + 2 * u + 1] = second;
-    } else if (u < all) {
-      p.hidden[(uint64_t)of * p.inner + u - routing] = __float2bfloat16_rn(silu(s) * second);
     } else {
-      p.shared_logit[of] = s;
+      p.hidden[(uint64_t)of * p.inner + u - routing] = __float2bfloat16_rn(silu(v) * second);
     }
   }
-  STAMP(6)
+  STAMP(7)
 }
 
-NINFER_KERNEL(router_shared_bf16, RouterParams, kThreads, 2) {
-  const uint32_t units = ceil_div(p.experts, 2) + p.inner + 1, first = share_start(units, gridDim.x, blockIdx.x);
-  router_rows<false>(p, first, share_start(units, gridDim.x, blockIdx.x + 1) - first);
-}
-
-// The last block does the shared gate vector, which stays BF16.
-NINFER_KERNEL(router_shared_e4m3, RouterParams, kThreads, 2) {
-  const uint32_t units = ceil_div(p.experts, 2) + p.inner;
-  if (blockIdx.x == gridDim.x - 1) {
-    router_rows<false>(p, units, 1);
-  } else {
-    const uint32_t first = share_start(units, gridDim.x - 1, blockIdx.x);
-    router_rows<true>(p, first, share_start(units, gridDim.x - 1, blockIdx.x + 1) - first);
-  }
-}
+NINFER_KERNEL(router_shared_bf16, RouterParams, kThreads, 2) { router_rows<false>(p); }
+NINFER_KERNEL(router_shared_e4m3, RouterParams, kThreads, 2) { router_rows<true>(p); }
