@@ -6,6 +6,9 @@
 
 extern __shared__ __align__(128) uint8_t smem[];
 
+// Keeps a value in a register, instead of what it is computed from.
+NINFER_DEVICE void hold(uint32_t& v) { asm volatile("" : "+r"(v)); }
+
 static constexpr uint32_t kDownTiles = 3;  // of eight rows a block at most
 static constexpr uint32_t kDownFixed = 144 + sizeof(Choice) + 16 * kDownTiles * 8 * 4 + 96;
 
@@ -49,6 +52,18 @@ NINFER_KERNEL(expert_down, ExpertDownParams, kDownThreads, 2) {
     if (lane < p.topk) factor[lane] = weight * (E2M1_UNDO / __ldg(p.divisor + choice.id[0][lane]));
   }
   STAMP(3)
+  // An expert's units are the pairs of its tiles, in order; the second half of them goes to rows g + 8. A warp has the same two units of
+  // every other expert, so that a unit's sum is the same whatever tiles are beside it, and all but the experts' own addresses stays the same.
+  const uint32_t units = nt * pairs, both = ceil_div(units, 2);
+  const bool mine = warp < 2 * both;
+  const uint32_t odd = warp >= both, a = warp - odd * both, b = a + both;
+  const bool second = b < units, live = g == 2 * t || (g == 2 * t + 1 && second);
+  const uint32_t ta = a / pairs, tb = b / pairs;
+  uint32_t from = routed_at + (odd * units + a) * kHalfBytes + lane * 16;
+  uint32_t xp = hs + (odd * p.inner + t * 16) * 2 + (g == 2 * t ? a - ta * pairs : b - tb * pairs) * 256;
+  uint32_t other = second ? both * kHalfBytes : 0;
+  const uint32_t from_step = 2 * units * kHalfBytes;
+  hold(from), hold(xp), hold(other);
   // The shared expert, whose hidden vector is as old as the logits (R3): BF16, column 0, rows g of the first and third tile, rows g + 8 of
   // the second.
   const uint4 zero = make_uint4(0, 0, 0, 0);
@@ -80,9 +95,9 @@ NINFER_KERNEL(expert_down, ExpertDownParams, kDownThreads, 2) {
       shared[threadIdx.x] = f * v;
     }
   }
+  const uint32_t all = p.topk * p.inner / 8;
   if (p.early) pdl_wait();
   STAMP(4)
-  const uint32_t all = p.topk * p.inner / 8;
   const bf16* hidden = p.hidden;
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < all; i += 2 * kDownThreads) {
@@ -97,19 +112,10 @@ NINFER_KERNEL(expert_down, ExpertDownParams, kDownThreads, 2) {
   if (p.distinct && blockIdx.x == 0 && threadIdx.x == 0) *p.distinct = p.topk;
   STAMP(5)
   STAMP(6)
-  // An expert's units are the pairs of its tiles, in order; the second half of them goes to rows g + 8. A warp has the same two units of
-  // every other expert, so that a unit's sum is the same whatever tiles are beside it, and all but the experts' own addresses stays the same.
-  const uint32_t units = nt * pairs, both = ceil_div(units, 2);
-  if (warp < 2 * both) {
-    const uint32_t odd = warp >= both, a = warp - odd * both, b = a + both;
-    const bool second = b < units, live = g == 2 * t || (g == 2 * t + 1 && second);
-    const uint32_t ta = a / pairs, tb = b / pairs;
-    uint32_t d = odd, from = routed_at + (d * units + a) * kHalfBytes + lane * 16;
-    uint32_t xp = hs + (d * p.inner + (g == 2 * t ? a - ta * pairs : b - tb * pairs) * 128 + t * 16) * 2;
-    const uint32_t other = second ? both * kHalfBytes : 0, from_step = 2 * units * kHalfBytes, xp_step = 4 * p.inner;
+  if (mine) {
     float suma = 0, sumb = 0;
 #pragma unroll 1
-    for (; d < p.topk; d += 2) {
+    for (uint32_t d = odd; d < p.topk; d += 2) {
       mbar_wait(bars + 8 * d, 0);
       const uint4 u = lds128(from), v = lds128(from + other);
       const float2 fa = e4m3x2_f32(lds16(from + 512 - 14 * lane)), fb = e4m3x2_f32(lds16(from + other + 512 - 14 * lane));
@@ -122,7 +128,7 @@ NINFER_KERNEL(expert_down, ExpertDownParams, kDownThreads, 2) {
       multiply_plain(acc, make_uint2(u.z, u.w), make_uint2(v.z, v.w), x2, x3);
       va = fmaf(fa.y, acc[0], va), vb = fmaf(fb.y, acc[3], vb);  // zero where there is no second unit, whose activations are
       suma = fmaf(f, va, suma), sumb = fmaf(f, vb, sumb);
-      from += from_step, xp += xp_step;
+      from += from_step, xp += 4 * p.inner;
     }
     suma = quad_sum(suma), sumb = quad_sum(sumb);
     float* to = sums + odd * units * 8 + g;
@@ -135,6 +141,7 @@ NINFER_KERNEL(expert_down, ExpertDownParams, kDownThreads, 2) {
   if (threadIdx.x < nt * 64) {  // eight lanes an output
     const uint32_t row = threadIdx.x / 8;
     float v = 0;
+#pragma unroll 1
     for (uint32_t i = lane % 8; i < 2 * pairs; i += 8) v += sums[i * nt * 8 + row];
     v = quad_sum(v);
     v += __shfl_xor_sync(~0u, v, 4);
@@ -144,40 +151,41 @@ NINFER_KERNEL(expert_down, ExpertDownParams, kDownThreads, 2) {
 }
 
 // Several rows: each row has blocks of its own, each of them a run of the row's tiles, worked on in windows of at most p.window tiles. A window's
-// weights of an expert have a slot. Every other expert is one group's of eight warps, one of which asks for the slot's next weights when all have
-// read; a window's sums are added up when the next one's have been made, so that nothing stops the block as a whole. The sums are those of expert_down.
-static constexpr uint32_t kDownGroup = kDownWarps / 2;     // warps
-static constexpr uint32_t kDownSums = 4 * kDownWarps * 8;  // of a window: at most four units a warp
-static constexpr uint32_t kDownMost = 8;                   // tiles of a window
-static constexpr uint32_t kDownSlots = 6;                  // an even number, so that a slot is always the same group's
-static constexpr uint32_t kDownZero = 160;                 // bytes of zeros
+// weights of an expert have a slot. Each of fifteen warps has the same 128 k of two of the window's tiles in every expert, or of the one that is
+// left, and the last warp asks for weights as slots become free. A window's sums are added up when the next one's have been made, so that nothing
+// stops the block as a whole. The sums are those of expert_down.
+static constexpr uint32_t kDownWorkers = kDownWarps - 1;
+static constexpr uint32_t kDownSums = 4 * kDownWarps * 8;  // of a window: two units a warp, of even and odd experts
+static constexpr uint32_t kDownSlots = 6;
+static constexpr uint32_t kDownMost = 8;                   // tiles of a window that there is room for
+static constexpr uint32_t kDownZero = 256;                 // bytes of zeros, in hidden values' banks
+static constexpr uint32_t kDownIdle = kDownZero + 128;     // with the experts that rows have seen
 static_assert(8 * 512 <= 2 * kDownSums * 4);  // eight rows' scratch
-static constexpr uint32_t kDownRowsFixed = 128 + sizeof(Choice) + 2 * kDownSums * 4 + 4 * kDownMost * 8 * 4 + kDownZero + 64;
-
-// Keeps a value in a register, instead of what it is computed from.
-NINFER_DEVICE void hold(uint32_t& v) { asm volatile("" : "+r"(v)); }
+static constexpr uint32_t kDownRowsFixed = 160 + sizeof(Choice) + 2 * kDownSums * 4 + 4 * kDownMost * 8 * 4 + kDownIdle;
 
 NINFER_KERNEL(expert_down_rows, ExpertDownParams, kDownThreads, 2) {
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const uint32_t pairs = p.inner / 128, tile_bytes = pairs * kHalfBytes, tiles = p.h / 8;
-  const uint32_t bars = smem_addr(smem), empty = bars + 8 * kDownSlots, summed = empty + 8 * kDownSlots, run = bars + 112;
-  Choice& choice = *(Choice*)(smem + 128);
+  const uint32_t bars = smem_addr(smem), empty = bars + 8 * kDownSlots, summed = empty + 8 * kDownSlots, run = bars + 128;
+  Choice& choice = *(Choice*)(smem + 160);
   float* sums = (float*)(&choice + 1);            // [2][every other expert's][pair][tile][8]
   float* shared = sums + 2 * kDownSums;           // [4][tile][8]
-  const uint32_t zeros = smem_addr(shared + 4 * kDownMost * 8), hs = bars + kDownRowsFixed;
+  const uint32_t hs = bars + kDownRowsFixed, zeros = hs - kDownIdle;
   const uint32_t routed_at = (hs + p.topk * p.inner * 2 + 127) & ~127u, slot_bytes = p.window * tile_bytes;
 
   STAMP_BEGIN(240)
   if (threadIdx.x < kDownSlots) {
     mbar_init(bars + 8 * threadIdx.x, 1);
-    mbar_init(empty + 8 * threadIdx.x, kDownGroup);
-    if (threadIdx.x < 2) mbar_init(summed + 8 * threadIdx.x, kDownWarps);
+    mbar_init(empty + 8 * threadIdx.x, kDownWorkers);
+    if (threadIdx.x < 2) mbar_init(summed + 8 * threadIdx.x, kDownWorkers);
     mbar_fence_init();
   }
   if (threadIdx.x == 0) {  // the block's first tile, number of tiles and of windows, row: in shared memory, since registers are few
     const uint32_t of_row = gridDim.x / p.r, row = blockIdx.x % p.r, block = blockIdx.x / p.r;
     const uint32_t tile0 = share_start(tiles, of_row, block), n = share_start(tiles, of_row, block + 1) - tile0;
-    sts128(run, make_uint4(tile0, n, ceil_div(n, p.window), row));
+    const uint32_t windows = ceil_div(n, p.window), each = n / windows;
+    sts128(run, make_uint4(tile0, n, windows, row));
+    sts64(run + 16, make_uint2(each, n - each * windows));
   }
   if (threadIdx.x < kDownZero / 4) *(float*)(smem + (zeros - bars) + 4 * threadIdx.x) = 0;
   __syncthreads();
@@ -188,9 +196,8 @@ NINFER_KERNEL(expert_down_rows, ExpertDownParams, kDownThreads, 2) {
   STAMP(2)
   // a window's first tile in the bank, and number of them
   auto window = [&](uint32_t w) {
-    const uint4 v = lds128(run);
-    const uint32_t first = share_start(v.y, v.z, w);
-    return make_uint2(v.x + first, share_start(v.y, v.z, w + 1) - first);
+    const uint2 each = lds64(run + 16);
+    return make_uint2(lds32(run) + w * each.x + min(w, each.y), each.x + (w < each.y));
   };
   // the q-th slot's worth of weights, window after window, expert after expert
   auto fetch = [&](uint32_t q) {
@@ -220,6 +227,12 @@ NINFER_KERNEL(expert_down_rows, ExpertDownParams, kDownThreads, 2) {
     const uint32_t sum = __reduce_add_sync(~0u, lane < kMaxExperts / 32 ? __popc(seen[lane]) : 0);
     if (threadIdx.x == 0) choice.distinct = sum;
   }
+  uint32_t ta = warp / pairs, pair = warp - ta * pairs;
+  ta *= 2;
+  const bool live = g == 2 * t;
+  uint32_t x_first = live ? hs + (pair * 128 + t * 16) * 2 : zeros + 32 * ((g / 2 + 2) & 3);
+  uint32_t bar = bars, phase = 0, at = routed_at + (ta * pairs + pair) * kHalfBytes + 16 * lane, x_step = live ? 2 * p.inner : 0;
+  hold(x_step), hold(x_first), hold(at), hold(ta), hold(pair);
   STAMP(3)
   if (p.early) pdl_wait();
   STAMP(4)
@@ -256,74 +269,106 @@ NINFER_KERNEL(expert_down_rows, ExpertDownParams, kDownThreads, 2) {
         p.out[(uint64_t)row() * p.h + at.x * 8 + threadIdx.x / 8] = __float2bfloat16_rn(v + shared[(w & 3) * kDownMost * 8 + threadIdx.x / 8]);
     }
   };
-  // A group's pieces, two units (128 k of a tile) each, go to its warps in turn; the warps that have two of them are on other schedulers in the other.
-  const uint32_t group = warp / kDownGroup, own = group ? (warp + 6) % kDownGroup : warp;
-  const bool live = g / 2 == t;  // lanes whose columns are nobody's read zeros
+  if (warp == kDownWorkers) {
+    if (lane == 0) {
+      const uint32_t nw = lds32(run + 8);
+      uint32_t slot = 0, phase = 0, d = kDownSlots, w = 0;
+      while (d >= p.topk) d -= p.topk, w++;
+      const uint64_t policy = policy_evict_first();
+#pragma unroll 1
+      for (; w < nw; w++) {
+        const uint2 at = window(w);
+        const uint32_t bytes = at.y * tile_bytes;
+        const uint8_t* from = (const uint8_t*)p.bank + (uint64_t)at.x * tile_bytes;
+#pragma unroll 1
+        for (; d < p.topk; d++) {
+          mbar_wait(empty + 8 * slot, phase);
+          mbar_expect(bars + 8 * slot, bytes);
+          bulk_load(routed_at + slot * slot_bytes, from + (uint64_t)choice.id[0][d] * tiles * tile_bytes, bytes, bars + 8 * slot, policy);
+          if (++slot == kDownSlots) slot = 0, phase ^= 1;
+        }
+        d = 0;
+      }
+    }
+    return;
+  }
 #pragma unroll 1
   for (uint32_t w = 0; w < lds32(run + 8); w++) {
     const uint2 place = window(w);
-    const uint32_t nt = place.y, units = nt * pairs, pieces = ceil_div(units, 2);
+    const uint32_t nt = place.y;
     if (threadIdx.x < 2 * nt)
-      copy16(smem_addr(shared + (w & 3) * kDownMost * 8 + threadIdx.x * 4), p.shared_out + (uint64_t)row() * p.h + place.x * 8 + threadIdx.x * 4,
-             policy_evict_first());
+      copy16(smem_addr(shared + (w & 3) * kDownMost * 8 + threadIdx.x * 4), p.shared_out + (uint64_t)row() * p.h + place.x * 8 + threadIdx.x * 4, policy_evict_first());
     copy_commit();
-    float sum[4] = {0, 0, 0, 0};
-    {
-      const uint32_t odd = (group ^ (w & p.topk)) & 1, a = 2 * own, b = a + 2 * kDownGroup;
-      uint32_t other_a = a + 1 < units ? kHalfBytes : 0, other_b = b + 1 < units ? kHalfBytes : 0;
-      auto operand_of = [&](uint32_t unit) { return live ? hs + (odd * p.inner + (unit + (g & 1)) % pairs * 128 + t * 16) * 2 : zeros; };
-      uint32_t xa = operand_of(a), xb = operand_of(b), step = live ? 4 * p.inner : 0;
-      const uint32_t q = w * p.topk + odd, slot = q % kDownSlots;
-      uint32_t bar = bars + 8 * slot, phase = q / kDownSlots & 1, factor = smem_addr(choice.factor[0] + odd), back = 512 - 14 * lane;
-      uint32_t at = routed_at + slot * slot_bytes + a * kHalfBytes + 16 * lane, mine = (own < pieces) + (own + kDownGroup < pieces);
-      hold(at), hold(back), hold(other_a), hold(other_b), hold(xa), hold(xb), hold(step), hold(mine), hold(factor);
-      const uint32_t end = smem_addr(choice.factor[0] + p.topk);
+    float sa = 0, sb = 0, oa = 0, ob = 0;  // of this one's and of the other experts
+    uint32_t factor = smem_addr(choice.factor[0]);
+    const uint32_t end = factor + 4 * p.topk;
+    auto next = [&]() {
+      at += slot_bytes, bar += 8, factor += 4;
+      if (bar == bars + 8 * kDownSlots) bar = bars, at -= kDownSlots * slot_bytes, phase ^= 1;
+    };
+    auto release = [&]() {
+      __syncwarp();
+      if (lane == 0) mbar_arrive(bar + 8 * kDownSlots);
+    };
+    if (ta + 1 < nt) {
+      uint32_t xp = x_first;
+      hold(xp), hold(factor);
 #pragma unroll 1
-      for (; factor < end; factor += 8) {
+      do {
         mbar_wait(bar, phase);
-        auto release = [&]() {
-          __syncwarp();
-          if (lane == 0) mbar_arrive(bar + 8 * kDownSlots);
-        };
-        auto piece = [&](uint32_t from, uint32_t other, uint32_t x, bool last, float& suma, float& sumb) {
-          const uint4 u = lds128(from), v = lds128(from + other);
-          from += back;
-          const uint32_t su = lds16(from), sv = lds16(from + other);
-          if (last) release();
-          uint4 x0 = lds128(x), x1 = lds128(x + 16);
-          float acc[4], va, vb;
-          multiply_plain(acc, make_uint2(u.x, u.y), make_uint2(v.x, v.y), x0, x1);
-          const float2 fa = e4m3x2_f32(su), fb = e4m3x2_f32(sv);
-          va = fa.x * acc[0], vb = fb.x * acc[3];
-          x0 = lds128(x + 128), x1 = lds128(x + 144);
-          multiply_plain(acc, make_uint2(u.z, u.w), make_uint2(v.z, v.w), x0, x1);
-          va = fmaf(fa.y, acc[0], va), vb = fmaf(fb.y, acc[3], vb);
-          const float f = __uint_as_float(lds32(factor));
-          suma = fmaf(f, va, suma), sumb = fmaf(f, vb, sumb);
-        };
-        if (mine) piece(at, other_a, xa, mine == 1, sum[0], sum[1]);
-        else release();
-        if (mine > 1) piece(at + 2 * kDownGroup * kHalfBytes, other_b, xb, true, sum[2], sum[3]);
-        if (own == kDownGroup - 1 && lane == 0) {  // the warp with the fewest pieces
-          const uint32_t next = w * p.topk + (factor - smem_addr(choice.factor[0])) / 4 + kDownSlots;
-          if (next < lds32(run + 8) * p.topk) {
-            mbar_wait(bar + 8 * kDownSlots, phase);
-            fetch(next);
-          }
-        }
-        xa += step, xb += step, at += 2 * slot_bytes, bar += 16;
-        if (bar >= bars + 8 * kDownSlots) bar -= 8 * kDownSlots, at -= kDownSlots * slot_bytes, phase ^= 1;
-      }
+        const uint32_t back = at + 512 - 14 * lane;
+        const uint4 u = lds128(at), v = lds128(at + tile_bytes);
+        const uint32_t su = lds16(back), sv = lds16(back + tile_bytes);
+        const uint4 x0 = lds128(xp), x1 = lds128(xp + 16);
+        release();
+        float acc[4], va, vb;
+        multiply_plain(acc, make_uint2(u.x, u.y), make_uint2(v.x, v.y), x0, x1);
+        const uint4 x2 = lds128(xp + 128), x3 = lds128(xp + 144);
+        const float2 fa = e4m3x2_f32(su), fb = e4m3x2_f32(sv);
+        va = fa.x * acc[0], vb = fb.x * acc[2];
+        multiply_plain(acc, make_uint2(u.z, u.w), make_uint2(v.z, v.w), x2, x3);
+        va = fmaf(fa.y, acc[0], va), vb = fmaf(fb.y, acc[2], vb);
+        const float f = __uint_as_float(lds32(factor));
+        const float na = fmaf(f, va, sa), nb = fmaf(f, vb, sb);
+        sa = oa, sb = ob, oa = na, ob = nb;
+        xp += x_step;
+        next();
+      } while (factor < end);
+    } else if (ta < nt) {  // one tile is left: its two times 64 k are the rows g and g + 8
+      const bool live2 = g / 2 == t;
+      uint32_t xp = live2 ? hs + (pair * 128 + g % 2 * 64 + t * 16) * 2 : x_first, step = live2 ? 2 * p.inner : 0;
+      hold(xp), hold(step), hold(factor);
+#pragma unroll 1
+      do {
+        mbar_wait(bar, phase);
+        const uint4 u = lds128(at);
+        const uint32_t su = lds16(at + 512 - 14 * lane);
+        const uint4 x0 = lds128(xp), x1 = lds128(xp + 16);
+        release();
+        float acc[4];
+        multiply_plain(acc, make_uint2(u.x, u.y), make_uint2(u.z, u.w), x0, x1);
+        const float2 fa = e4m3x2_f32(su);
+        const float na = fmaf(__uint_as_float(lds32(factor)), fmaf(fa.y, acc[3], fa.x * acc[0]), sa);
+        sa = oa, oa = na;
+        xp += step;
+        next();
+      } while (factor < end);
+    } else {
+#pragma unroll 1
+      do {
+        mbar_wait(bar, phase);
+        release();
+        next();
+      } while (factor < end);
     }
     if (w) add(w - 1);
-    {  // computed anew: no registers for it in the loop
-      const uint32_t n1 = window(w).y, all = n1 * pairs, unit = 2 * own;
-      float* to = sums + (w & 1) * kDownSums + ((group ^ (w & p.topk)) & 1) * all * 8 + g;
-#pragma unroll
-      for (uint32_t i = 0; i < 4; i++) {
-        const uint32_t u = unit + i / 2 * 2 * kDownGroup + i % 2;
-        const float v = quad_sum(sum[i]);
-        if (t == 0 && u < all) to[(u % pairs * n1 + u / pairs) * 8] = v;
+    if (ta < nt) {
+      const bool odd = p.topk & 1;
+      const float ea = quad_sum(odd ? oa : sa), eb = quad_sum(odd ? ob : sb), da = quad_sum(odd ? sa : oa), db = quad_sum(odd ? sb : ob);
+      float *to = sums + (w & 1) * kDownSums + (pair * nt + ta) * 8 + g, *too = to + pairs * nt * 8;
+      if (t == 0) {
+        to[0] = ea, too[0] = da;
+        if (ta + 1 < nt) to[8] = eb, too[8] = db;
       }
     }
     copy_wait<0>();

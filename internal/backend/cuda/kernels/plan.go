@@ -418,7 +418,7 @@ const (
 	downRowsTiles = 5  // of a window
 	downRowsMost  = 8  // tiles of a window that there is room for
 	downRowsSlots = 6  // experts' windows on their way, asked for before the wait
-	downRowsFixed = 128 + choice + 2*4*downWarps*8*4 + 4*downRowsMost*8*4 + 160 + 64 + 128
+	downRowsFixed = 160 + choice + 2*4*downWarps*8*4 + 4*downRowsMost*8*4 + 384 + 128
 )
 
 // ExpertUp plans the routed first half, and for several rows the shared expert's second. k is the hidden width, inner the experts' width;
@@ -461,10 +461,10 @@ func (l Limits) ExpertDown(r, h, experts, topk, inner uint32, early bool) (Plan,
 	if r > 1 { // a row has blocks of its own
 		plan.Kernel, plan.Grid, p.Window = ExpertDownRows, r*max(1, min(l.SMs/r, h/8)), downRowsTiles
 		shared := func() uint32 { return downRowsFixed + topk*inner*2 + downRowsSlots*p.Window*inner/128*halfBytes }
-		for p.Window > 1 && (shared() > l.SharedPerBlock || p.Window*inner/128 > 2*downWarps) {
+		for p.Window > 1 && (shared() > l.SharedPerBlock || (p.Window+1)/2*(inner/128) > downWarps-1) {
 			p.Window--
 		}
-		plan.Shared, tiles, units, most = shared(), 0, p.Window*inner/128, 2*downWarps
+		plan.Shared, tiles, units, most = shared(), 0, (p.Window+1)/2*(inner/128), downWarps-1
 	}
 	if r < 1 || r > MaxRows || h == 0 || h%16 != 0 || inner == 0 || inner%128 != 0 || experts > maxExperts || topk > maxTop || topk == 0 || topk > experts ||
 		r > 1 && l.SMs < MaxRows || tiles > downTiles || units > most || plan.Shared > l.SharedPerBlock {
