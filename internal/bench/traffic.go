@@ -16,7 +16,7 @@ type Traffic struct {
 	Dense   float64 `json:"dense"`   // projections, hyper-connections, routers, shared experts
 	Experts float64 `json:"experts"` // the distinct ones that the rows chose
 	Head    float64 `json:"head"`
-	States  float64 `json:"states"` // delta-net matrices and windows, read and written
+	States  float64 `json:"states"` // delta-net matrices, their records and windows, read and written
 	Cache   float64 `json:"cache"`  // keys, values, index keys
 }
 
@@ -47,6 +47,9 @@ func all(list ...backend.Weight) (n float64) {
 type Formats struct {
 	KV        backend.Cache
 	BF16State bool
+	// Behind is in how many decoding steps a delta-net matrix is written once, device.StepsBehind; 0 is in each. The steps between leave records of FP32 keys,
+	// corrections and decays instead, by which the following ones bring the matrix forward.
+	Behind int
 }
 
 // Moved counts a decoding step of a program: so many lanes, each of a row at the given length, whose experts are distinct ones a mixture
@@ -59,6 +62,15 @@ func Moved(p *backend.Program, states []backend.State, f Formats, lanes, length 
 	fixed := func(id backend.StateID, bytes int) float64 {
 		s := states[id]
 		return 2 * float64(lanes*s.Rows*s.Width*bytes)
+	}
+	state := func(id backend.StateID) float64 {
+		all := fixed(id, matrix)
+		if n := float64(f.Behind); n > 1 && p.Pass.Kind == backend.Decode {
+			s := states[id]
+			record := 4 * float64(lanes*s.Rows/s.Width*(2*s.Width+1))
+			return all/2*(1+1/n) + record*((n-1)/2+(n-1)/n)
+		}
+		return all
 	}
 	row := func(id backend.StateID) float64 {
 		s := states[id]
@@ -85,7 +97,7 @@ func Moved(p *backend.Program, states []backend.State, f Formats, lanes, length 
 		case backend.GDN:
 			w := op.W
 			t.Dense += all(w.Query, w.Key, w.Value, w.Z, w.A, w.B, w.Conv, w.ALog, w.DtBias, w.Norm, w.Out)
-			t.States += fixed(op.Matrix, matrix) + fixed(op.Window, 2)
+			t.States += state(op.Matrix) + fixed(op.Window, 2)
 		case backend.QSA:
 			w := op.W
 			t.Dense += all(w.QueryGate, w.Key, w.Value, w.Out, w.QueryNorm, w.KeyNorm, w.Index, w.IndexQueryNorm, w.IndexKeyNorm)

@@ -174,7 +174,7 @@ func (c *benchCommand) Run(e *environment) error {
 			return err
 		}
 		if rate > 0 {
-			if err := row.Roof(m, gpu, bench.Formats{KV: f.cache(), BF16State: f.GDNStateDtype == "bf16"}, rate); err != nil {
+			if err := row.Roof(m, gpu, bench.Formats{KV: f.cache(), BF16State: f.GDNStateDtype == "bf16", Behind: device.StepsBehind}, rate); err != nil {
 				return err
 			}
 			if err := c.measured(e, m, gpu, batch, t, f, corpus, &row, &report); err != nil {
@@ -292,7 +292,7 @@ func (c *benchCommand) depth(e *environment, l *loaded, m *model.Model, f modelF
 	dev := opened.(*device.Device)
 	rate := 0.0
 	for _, n := range lengths {
-		formats := bench.Formats{KV: f.cache(), BF16State: f.GDNStateDtype == "bf16"}
+		formats := bench.Formats{KV: f.cache(), BF16State: f.GDNStateDtype == "bf16", Behind: device.StepsBehind}
 		if f.Spec != "" {
 			if err := c.rounds(e, l, m, f, dev, bench.Round{Context: n, Batch: batch, Rounds: c.Steps, Repetitions: c.Repetitions, Warmup: c.Warmup, Kernels: c.Kernels, Formats: formats}, &rate, corpus, report); err != nil {
 				return err

@@ -63,6 +63,12 @@ func TestSyntheticOfficial(t *testing.T) {
 		if mb := bench.Moved(p, m.States, bench.Formats{}, 1, 8192, 10).Total() / 1e6; mb < 0.99*c.moved || mb > 1.01*c.moved {
 			t.Errorf("%+v: a step moves %.0f MB, want %.0f: %+v", c.v, mb, c.moved, bench.Moved(p, m.States, bench.Formats{}, 1, 8192, 10))
 		}
+		// 36 layers of 48 heads of 128 x 128 FP32 are written in every fourth step; the others leave a record of 257 FP32 a head, of which a step reads 1.5.
+		less := 36 * 48 * 4 * (128*128*0.75 - 257*(0.75+1.5)) / 1e6
+		all, behind := bench.Moved(p, m.States, bench.Formats{}, 1, 8192, 10), bench.Moved(p, m.States, bench.Formats{Behind: device.StepsBehind}, 1, 8192, 10)
+		if mb := (all.Total() - behind.Total()) / 1e6; math.Abs(mb-less) > 1e-6 {
+			t.Errorf("%+v: steps behind save %.3f MB, want %.3f", c.v, mb, less)
+		}
 		if !testing.Short() {
 			for name, card := range map[string]drivertest.Card{"H200": drivertest.H200, "RTX PRO 6000": drivertest.RTX6000} {
 				for _, small := range []bool{false, true} {

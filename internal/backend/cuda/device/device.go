@@ -6,7 +6,8 @@
 // them: it hashes and gathers the n-gram table's rows itself and sends them along with the launch.
 //
 // A verify pass leaves fixed states alone and records its rows; the next pass of the lane folds the kept ones first, inside the same
-// kernels. Moving an image folds them before.
+// kernels. Moving an image folds them before. A decoding step leaves a record instead of most delta-net matrices:
+// each is brought forward and written in every StepsBehind-th step only, by the same operations and so to the same bits as if each step did.
 //
 // Where shape and format allow it the tuned matrix kernels of cuda/kernels are used, and everywhere else the plain ones of the folder
 // below. In the plain ones every reduction has an order that depends on its own row only: with Options.Plain results do not depend on
@@ -130,11 +131,12 @@ type image struct {
 	carried int     // rows waiting for the drafter
 	first   int     // the first of them in the plane
 	keep    int     // recorded rows that the next pass folds
-	from    int     // the first of them in the ring of delta-net matrices
+	steps   int     // steps in a row that may have left records for delta-net matrices; above 7 less a multiple of StepsBehind
+	from    int     // in the ring of delta-net matrices the place behind those records, where those begin that the next pass folds
 	chained int     // draft rows appended since the last target pass
 	drafted bool
 	stood   [3]int32
-	verify  *step // the step that recorded
+	verify  *step // the last step that recorded
 
 	positions [][3]int32 // of the carried rows
 	history   []int32    // the last tokens, without the recorded ones
@@ -298,13 +300,40 @@ func (d *Device) records(s backend.State) int {
 	return d.opt.Verify
 }
 
-func (d *Device) recordRing() int { return 2 * max(1, d.opt.Verify) }
+func (d *Device) recordRing() int { return max(StepsBehind-1, d.opt.Verify) + max(1, d.opt.Verify) }
+
+// StepsBehind is in how many decoding steps a delta-net matrix is written once, kEvery of delta.cu. In a step it is brought forward by 1.5 records of one on
+// average: 50 KB for 48 heads, whose matrices have 3.1 MB.
+const StepsBehind = 4
+
+// turn is the step in which a delta-net matrix is written: the matrices of a model take turns, so that all steps take the same time.
+func (d *Device) turn(id backend.StateID) (n uint32) {
+	for _, s := range d.opt.States[:id] {
+		if s.Store == backend.StoreMatrix {
+			n++
+		}
+	}
+	return n % StepsBehind
+}
+
+// behind is what a pass of some kind is told of an image's records: Fold and From of its Lane.
+func (img *image) behind(kind backend.Kind) (fold, from uint32) {
+	from = uint32(img.from) | uint32(img.steps)<<16
+	if img.leaves(kind) {
+		from |= 1 << 31
+	}
+	return uint32(img.keep), from
+}
+
+// leaves says whether a pass of this kind may leave records of its step. Behind a verify pass none does: matrices in BF16 would be rounded between that and
+// the step if they were written.
+func (img *image) leaves(kind backend.Kind) bool { return kind == backend.Decode && img.keep == 0 }
 
 // recorded is the number of values that a Verify pass leaves for one row of a Fixed state: of a window its input, of a delta-net matrix
-// for each head the decay, the key and the correction.
+// for each head the key, the correction and the decay, in a multiple of 16 bytes.
 func recorded(s backend.State) int {
 	if s.Store == backend.StoreMatrix {
-		return s.Rows / s.Width * (1 + 2*s.Width)
+		return s.Rows / s.Width * (2*s.Width + 4)
 	}
 	return s.Width
 }
@@ -428,12 +457,16 @@ func after(history, tokens []int32) []int32 {
 // flush folds an image's kept records and forgets its drafts.
 func (d *Device) flush(c *driver.Context, slot int) error {
 	img := &d.images[slot]
-	if img.keep > 0 {
-		l := kernels.Lane{Slot: uint32(slot), Fold: uint32(img.keep), From: uint32(img.from)}
+	if img.keep+img.steps > 0 {
+		l := kernels.Lane{Slot: uint32(slot)}
+		l.Fold, l.From = img.behind(backend.Verify)
 		if err := c.ToDevice(d.stream, d.spare, bytesOf(&l)); err != nil {
 			return err
 		}
 		for _, id := range img.verify.fixed {
+			if img.keep == 0 && d.opt.States[id].Store != backend.StoreMatrix {
+				continue
+			}
 			if err := d.folders[id](d, c, d.spare); err != nil {
 				return err
 			}
@@ -443,7 +476,7 @@ func (d *Device) flush(c *driver.Context, slot int) error {
 		}
 		img.history = img.folded(img.history)
 	}
-	img.keep, img.from, img.recorded, img.verify = 0, 0, nil, nil
+	img.keep, img.steps, img.from, img.recorded, img.verify = 0, 0, 0, nil, nil
 	img.chained, img.drafted = 0, false
 	return nil
 }

@@ -266,6 +266,7 @@ func (s *step) prepareGDN(c *driver.Context, op backend.GDN) (func(*pass) error,
 		Lanes: s.lanes, Qkv: convolved, Z: z, A: a, B: b, Alog: l.vector(w.ALog), Dt: l.vector(w.DtBias), Norm: l.vector(w.Norm),
 		State: d.states[op.Matrix].at, Records: d.states[op.Matrix].records, Out: gated,
 		HalfState: half, KeyHeads: uint32(w.KeyHeads), Heads: uint32(w.ValueHeads), Dim: uint32(w.Dim), Verify: uint32(d.opt.Verify), Ring: uint32(d.recordRing()), Eps: float32(w.Eps),
+		Reserved: d.turn(op.Matrix),
 	}
 	quarters := w.Dim == 128 && w.Taps == 4 && !d.opt.Plain && l.err == nil && projects(d, vd, []kernels.Part{out})
 	if quarters {
@@ -308,8 +309,10 @@ func (p *pass) quarters(heads int, params kernels.DeltaParams) error {
 	case lanes == 1 && rows > 1:
 		params.Trigger = 1 // it takes long enough that the next kernel's weights are better asked for behind its own loads
 		return start(p, kernels.DeltaRows, heads, lanes, 4, 0, &params)
-	case p.s.program.Pass.Kind != backend.Decode || lanes <= most:
+	case p.s.program.Pass.Kind != backend.Decode:
 		return start(p, kernels.DeltaQuarters, heads, lanes, 4, 0, &params)
+	case lanes <= most:
+		return start(p, kernels.DeltaOne, heads, lanes, 4, 0, &params)
 	}
 	params.Count = uint32(lanes)
 	return start(p, kernels.DeltaTurns, heads, most, 4, 0, &params)

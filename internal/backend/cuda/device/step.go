@@ -340,7 +340,7 @@ func (p *pass) begin(ctl *backend.Control) error {
 			if s.carries && img.carried+n > d.opt.Carry {
 				return fmt.Errorf("lane %d: %d rows on top of %d carried, room for %d", in.Lane, n, img.carried, d.opt.Carry)
 			}
-			l.Fold, l.From = uint32(img.keep), uint32(img.from)
+			l.Fold, l.From = img.behind(shape.Kind)
 			if shape.Kind == backend.Verify {
 				l.Record = 1
 			}
@@ -413,11 +413,11 @@ func (p *pass) launch(depth int) error {
 		for i := range p.lanes {
 			l := &p.lanes[i]
 			img := &d.images[l.Slot]
-			if img.keep > 0 && (s.few != nil || !slices.Equal(img.verify.fixed, s.fixed)) {
+			if img.keep+img.steps > 0 && (s.few != nil || !slices.Equal(img.verify.fixed, s.fixed)) {
 				if err := d.flush(c, int(l.Slot)); err != nil {
 					return err
 				}
-				l.Fold, l.From = 0, 0
+				l.Fold, l.From = img.behind(s.program.Pass.Kind)
 			}
 			if s.carries {
 				if img.first+img.carried+int(l.Rows) > d.opt.Carry {
@@ -598,8 +598,17 @@ func (p *pass) end() {
 		if img.keep > 0 {
 			img.history = img.folded(img.history)
 		}
-		img.keep, img.recorded, img.verify = 0, img.recorded[:0], nil
-		img.from = int(l.From+l.Fold) % d.recordRing()
+		if img.leaves(s.program.Pass.Kind) {
+			img.from = (img.from + 1) % d.recordRing()
+			if img.steps++; img.steps == 2*StepsBehind {
+				img.steps = StepsBehind
+			}
+			img.verify = s
+		} else {
+			img.from = (img.from + img.keep) % d.recordRing()
+			img.keep, img.steps, img.verify = 0, 0, nil
+		}
+		img.recorded = img.recorded[:0]
 		img.chained, img.drafted = 0, false
 		img.length += n
 		if s.carries {

@@ -1,25 +1,43 @@
 // The gated delta rule of decoding and verifying.
 //
-// A lane's matrices are brought forward by the recorded rows of its last verify pass before anything else (fold), and a verify pass records its rows instead of
-// writing them. With no rows delta folds only.
+// A lane's matrices are brought forward by its records before anything else (fold). A verify pass records its rows instead of writing matrices, and most decoding
+// steps do: a matrix is written in every fourth one. With no rows delta folds only.
 //
 //   delta           behind the convolution, with the norm; S in shared memory. Grid: head, lane.
 //   delta_quarters  convolution of four taps and the rule for heads of 128, a quarter of a head's columns a block, S in registers and there before the wait; the
 //                   norm's factor is left to the next product (project.cu). Rows one after the other. Grid: head, lane, quarter.
+//   delta_one       the same for lanes of a row each, in so few registers that three blocks leave the next kernel's room on an SM.
 //   delta_rows      the same for a lane of several rows: what does not depend on the row before is done for eight at once. Grid: head, lane, quarter.
 //   delta_turns     the same for many lanes of a row each. Grid: head, lanes at a time, quarter.
 //
-// The last three make the same sums: a row has the same bits in each.
+// The last four make the same sums: a row has the same bits in each.
 #include "common.cuh"
 
 extern __shared__ __align__(16) float dynamic[];
 
 static constexpr int kDelta = 512;
 
-// A lane's record of a head: i counts from the first to be brought forward, behind which a pass leaves its own.
-DEVICE float* record_of(const DeltaParams& p, const Lane& lane, uint32_t head, uint32_t i) {
-  return p.records + (((uint64_t)lane.slot * p.ring + (lane.from + i) % p.ring) * p.heads + head) * (1 + 2 * p.dim);
-}
+// Matrices are written in every kEvery-th step, of other layers in other ones: p.reserved says in which.
+static constexpr uint32_t kEvery = 4;
+
+// A lane's records of a head, which are a ring: key, correction, decay, and room that makes it a multiple of 16 bytes. Lane.from has the place behind the last one
+// of a step; from bit 16 how many steps in a row may have left some, above 7 less a multiple of kEvery; and in bit 31 whether this step may.
+struct Records {
+  float* at;
+  uint32_t first, size, ld, late, count;  // late are of steps; those of a verify pass lie behind them
+  bool leave;                             // one instead of writing the matrix
+
+  DEVICE Records(const DeltaParams& p, const Lane& lane, uint32_t head) {
+    const uint32_t steps = lane.from >> 16 & 7, turn = (steps + p.reserved) % kEvery, record = 2 * p.dim + 4, place = lane.from & 0xffff;
+    late = min(steps, turn), count = late + lane.fold, leave = lane.from >> 31 && turn + 1 < kEvery;
+    first = place - late + (place < late ? p.ring : 0), size = p.ring, ld = p.heads * record;
+    at = p.records + (lane.slot * size * ld + head * record);
+  }
+  // Record i, counted from the first to be brought forward by: behind them a pass leaves its own.
+  DEVICE float* operator()(uint32_t i) const { return at + (first + i < size ? first + i : first + i - size) * ld; }
+  // Whether a matrix is rounded behind record i, as if it had been kept and read again: behind each step and behind a pass.
+  DEVICE bool rounded(const DeltaParams& p, uint32_t i) const { return p.half_state && (i < late || i + 1 == count); }
+};
 
 NINFER_KERNEL(delta, DeltaParams, kDelta, 1) {
   __shared__ float shared[33];
@@ -35,20 +53,20 @@ NINFER_KERNEL(delta, DeltaParams, kDelta, 1) {
     if (p.half_state) ((bf16*)p.state)[state + i] = to_bf16(v);
     else ((float*)p.state)[state + i] = v;
   };
-  auto record = [&](uint32_t i) { return record_of(p, lane, head, i); };
+  const Records record(p, lane, head);
   for (uint32_t i = t; i < dim * dim; i += kDelta) S[i] = p.half_state ? from_bf16(((const bf16*)p.state)[state + i]) : ((const float*)p.state)[state + i];
   __syncthreads();
-  for (uint32_t f = 0; f < lane.fold; f++) {
+  for (uint32_t f = 0; f < record.count; f++) {
     const float* rec = record(f);
+    const bool round = record.rounded(p, f);
     if (on)
-      for (uint32_t i = i0; i < i1; i++) S[i * dim + j] = fmaf(rec[1 + i], rec[1 + dim + j], __fmul_rn(S[i * dim + j], rec[0]));
+      for (uint32_t i = i0; i < i1; i++) {
+        const float s = fmaf(rec[i], rec[dim + j], __fmul_rn(S[i * dim + j], rec[2 * dim]));
+        S[i * dim + j] = round ? round_bf16(s) : s;
+      }
     __syncthreads();
   }
-  if (lane.fold && p.half_state) {  // as if it had been kept and read again
-    for (uint32_t i = t; i < dim * dim; i += kDelta) S[i] = round_bf16(S[i]);
-    __syncthreads();
-  }
-  if (lane.fold && lane.record)
+  if (record.count && lane.record)
     for (uint32_t i = t; i < dim * dim; i += kDelta) put(i, S[i]);
   const float rate = -expf(p.alog[head]);
   for (uint32_t row = lane.first; row < lane.first + lane.rows; row++) {
@@ -81,10 +99,10 @@ NINFER_KERNEL(delta, DeltaParams, kDelta, 1) {
       }
       sums[part * dim + j] = o;
     }
-    if (lane.record) {
-      float* rec = record(lane.fold + row - lane.first);
-      if (t == 0) rec[0] = decay;
-      if (t < dim) rec[1 + t] = k[t], rec[1 + dim + t] = d[t];
+    if (lane.record || record.leave) {
+      float* rec = record(record.count + row - lane.first);
+      if (t == 0) rec[2 * dim] = decay;
+      if (t < dim) rec[t] = k[t], rec[dim + t] = d[t];
     }
     __syncthreads();
     const float o = t < dim ? sums[t] + sums[dim + t] + sums[2 * dim + t] + sums[3 * dim + t] : 0.0f;
@@ -94,7 +112,7 @@ NINFER_KERNEL(delta, DeltaParams, kDelta, 1) {
       p.out[at] = round_bf16(o * p.norm[t] * sigmoid(from_bf16(p.z[at]))) * scale;
     }
   }
-  if (!lane.record) {
+  if (!lane.record && !record.leave) {
     __syncthreads();
     for (uint32_t i = t; i < dim * dim; i += kDelta) put(i, S[i]);
   }
@@ -104,14 +122,30 @@ static constexpr int kQuarter = 128;    // threads of a block that has a quarter
 static constexpr int kRows = 288;       // of delta_rows: one for each channel of a quarter
 static constexpr uint32_t kAtOnce = 8;  // rows of a lane that delta_rows makes ready together
 static constexpr uint32_t kHeld = 8;    // records that shared memory has room for
+static constexpr uint32_t kLate = 3;     // of delta_turns, of each of two lanes
+static constexpr uint32_t kLines = 41;  // 16-byte pieces of a quarter's part of one: keys, corrections, decay
 
-DEVICE void copy4(float* to, const float* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+DEVICE void copy16(float* to, const float* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from) : "memory");
 }
 DEVICE void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // The bits of a BF16 value, from L2. What is loaded before the wait is converted behind it: nvcc converts right behind the load, so that a warp would stand
 // there instead of waiting.
+DEVICE float late(unsigned short bits) {
+  asm volatile("" : "+h"(bits));
+  return lo(bits);
+}
+// An address that is worked out where it stands, and not behind a wait that follows.
+template <class T>
+DEVICE T* ready(T* p) {
+  asm volatile("" : "+l"(p));
+  return p;
+}
 DEVICE uint32_t fresh(const bf16* from) { return __ldcg((const unsigned short*)from); }
+// Within two steps of the last place: few instructions, which an SM that has not fetched them for long waits for.
+DEVICE float gate(float v) { return __fdividef(1.0f, 1.0f + __expf(-v)); }
+DEVICE float swish(float v) { return __fdividef(v, 1.0f + __expf(-v)); }
+DEVICE uint32_t key_head_of(const DeltaParams& p, uint32_t head) { return (uint32_t)__fdividef((float)(head * p.key_heads) + 0.5f, (float)p.heads); }
 DEVICE uint32_t pair(float a, float b) { return (uint32_t)__bfloat16_as_ushort(to_bf16(a)) | (uint32_t)__bfloat16_as_ushort(to_bf16(b)) << 16; }
 
 // What the delta rule needs of a lane, asked for before all else.
@@ -128,17 +162,8 @@ DEVICE Lane lane_of(const Lane* from) {
   return lane;
 }
 
-// A lane's records of a head, which are a ring; i counts from the first to be brought forward.
-struct Ring {
-  float* at;
-  uint32_t from, size, ld;
-  DEVICE Ring(const DeltaParams& p, const Lane& lane, uint32_t head) : from(lane.from % p.ring), size(p.ring), ld(p.heads * (1 + 2 * p.dim)) {
-    at = p.records + (uint64_t)lane.slot * p.ring * ld + head * (1 + 2 * p.dim);
-  }
-  DEVICE float* operator()(uint32_t i) const { return at + (uint64_t)(from + i < size ? from + i : from + i - size) * ld; }
-};
-
 // What a thread of 128 has of a quarter's state: eight keys from i0 on, four columns from 4 * c4 on. Of the four columns it finishes one, own.
+template <bool kHalf>
 struct Piece {
   static constexpr uint32_t D = 128;
   uint32_t c4, g, i0, own, quarter;
@@ -149,58 +174,52 @@ struct Piece {
     c4 = threadIdx.x % 8, g = threadIdx.x % 32 / 8, i0 = threadIdx.x / 8 * 8, own = c4 * 4 + g;
     at = ((uint64_t)(lane.slot * p.heads + head) * D + i0) * D + quarter * 32 + c4 * 4;
   }
+  // Asks for it. Of BF16 it has the bits until it is opened, which waits for them.
   DEVICE void ask(const DeltaParams& p) {
-    if (p.half_state) {
-      const uint2* from = (const uint2*)((const bf16*)p.state + at);
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+      if constexpr (kHalf) *(float2*)S[i] = *(const float2*)((const bf16*)p.state + at + i * D);
+      else *(float4*)S[i] = *(const float4*)((const float*)p.state + at + i * D);
+  }
+  DEVICE void open() {
+    if constexpr (kHalf)
 #pragma unroll
       for (int i = 0; i < 8; i++) {
-        const uint2 v = from[i * (D / 4)];
-        S[i][0] = lo(v.x), S[i][1] = hi(v.x), S[i][2] = lo(v.y), S[i][3] = hi(v.y);
+        uint32_t a = __float_as_uint(S[i][0]), b = __float_as_uint(S[i][1]);
+        asm volatile("" : "+r"(a), "+r"(b));  // no earlier
+        S[i][0] = lo(a), S[i][1] = hi(a), S[i][2] = lo(b), S[i][3] = hi(b);
       }
-    } else {
-      const float4* from = (const float4*)((const float*)p.state + at);
-#pragma unroll
-      for (int i = 0; i < 8; i++) *(float4*)S[i] = from[i * (D / 4)];
-    }
   }
-  // __stwb, because nvcc makes four stores of one of 16 bytes where both forms of a state are stored in a branch each.
   DEVICE void put(const DeltaParams& p) const {
-    if (p.half_state) {
-      uint2* to = (uint2*)((bf16*)p.state + at);
 #pragma unroll
-      for (int i = 0; i < 8; i++) __stwb(to + i * (D / 4), make_uint2(pair(S[i][0], S[i][1]), pair(S[i][2], S[i][3])));
-    } else {
-      float4* to = (float4*)((float*)p.state + at);
-#pragma unroll
-      for (int i = 0; i < 8; i++) __stwb(to + i * (D / 4), make_float4(S[i][0], S[i][1], S[i][2], S[i][3]));
-    }
+    for (int i = 0; i < 8; i++)
+      if constexpr (kHalf) __stwb((uint2*)((bf16*)p.state + at + i * D), make_uint2(pair(S[i][0], S[i][1]), pair(S[i][2], S[i][3])));
+      else __stwb((float4*)((float*)p.state + at + i * D), *(const float4*)S[i]);
   }
-  // Brings it forward by records, of which the first lie in held.
-  DEVICE void fold(const DeltaParams& p, const Ring& record, uint32_t records, const float (*held)[D + 36]) {
+  // Brings it forward by a lane's records, of which the first kHave lie in held.
+  template <uint32_t kHave = kHeld>
+  DEVICE void fold(const DeltaParams& p, const Records& record, const float (*held)[D + 36]) {
 #pragma unroll 1
-    for (uint32_t f = 0; f < records; f++) {
+    for (uint32_t f = 0; f < record.count; f++) {
       float k[8], d[4], decay;
-      if (f < kHeld) {
+      if (f < kHave) {
         *(float4*)k = *(const float4*)&held[f][i0], *(float4*)(k + 4) = *(const float4*)&held[f][i0 + 4], *(float4*)d = *(const float4*)&held[f][D + c4 * 4];
         decay = held[f][D + 32];
       } else {
         const float* rec = record(f);
-        decay = rec[0];
-#pragma unroll
-        for (int i = 0; i < 8; i++) k[i] = rec[1 + i0 + i];
-#pragma unroll
-        for (int j = 0; j < 4; j++) d[j] = rec[1 + D + quarter * 32 + c4 * 4 + j];
+        decay = rec[2 * D];
+        *(float4*)k = *(const float4*)(rec + i0), *(float4*)(k + 4) = *(const float4*)(rec + i0 + 4), *(float4*)d = *(const float4*)(rec + D + quarter * 32 + c4 * 4);
       }
 #pragma unroll
       for (int i = 0; i < 8; i++)
 #pragma unroll
         for (int j = 0; j < 4; j++) S[i][j] = fmaf(k[i], d[j], __fmul_rn(S[i][j], decay));
+      if (kHalf && record.rounded(p, f))
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+#pragma unroll
+          for (int j = 0; j < 4; j++) S[i][j] = round_bf16(S[i][j]);
     }
-    if (p.half_state)  // as if it had been kept and read again
-#pragma unroll
-      for (int i = 0; i < 8; i++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) S[i][j] = round_bf16(S[i][j]);
   }
   // Sums of the columns times k and times q over the keys of a warp: the lanes that share four columns add up in pairs and have one column each in the end.
   DEVICE float2 along(const float* k, const float* q) const {
@@ -235,11 +254,28 @@ struct Piece {
   }
 };
 
+// What a row does to a column, whose sums of the matrix times key and query are u and w. Keys and queries are as the convolution leaves them: their norms are in the
+// factors, so that sums need not wait for them.
+struct Rule {
+  float decay, beta, query, key, dot;
+  Rule() = default;
+  DEVICE Rule(float decay, float beta, float qq, float kk, float qk) : decay(decay), beta(beta) {  // the sums of squares and of query times key
+    query = __fmul_rn(rsqrtf(qq + 1e-6f), 0.08838834764831845f), key = rsqrtf(kk + 1e-6f), dot = __fmul_rn(__fmul_rn(qk, query), key);
+  }
+  // Output and correction, by which times the key the column changes.
+  DEVICE float2 operator()(float u, float w, float value) const {
+    const float d = __fmul_rn(beta, fmaf(-__fmul_rn(decay, key), u, value));
+    return make_float2(fmaf(__fmul_rn(decay, query), w, __fmul_rn(dot, d)), __fmul_rn(d, key));
+  }
+};
+DEVICE float decay_of(float a, float alog, float dt) { return expf(-expf(alog) * softplus(a + dt)); }
+
 // Asks for the records of a quarter: of each key, correction, decay.
-DEVICE void ask_records(float (*held)[128 + 36], const Ring& record, uint32_t records, uint32_t quarter) {
-  for (uint32_t f = 0; f < min(records, kHeld); f++) {
-    const float* rec = record(f);
-    for (uint32_t i = threadIdx.x; i <= 160; i += blockDim.x) copy4(&held[f][i], rec + (i < 128 ? 1 + i : i < 160 ? 1 + quarter * 32 + i : 0));
+DEVICE void ask_records(float (*held)[128 + 36], const Records& record, uint32_t quarter) {
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < min(record.count, kHeld) * kLines; i += blockDim.x) {
+    const uint32_t f = i / kLines, x = i % kLines * 4;
+    copy16(&held[f][x], record(f) + (x < 128 ? x : x < 160 ? quarter * 32 + x : 256));
   }
 }
 
@@ -257,7 +293,7 @@ struct Channel {
 #pragma unroll
     for (int j = 0; j < 3; j++) sum = fmaf(tap[j], past[j], sum);
     past[0] = past[1], past[1] = past[2], past[2] = now;
-    return silu(fmaf(tap[3], now, sum));
+    return swish(fmaf(tap[3], now, sum));
   }
 };
 
@@ -274,16 +310,25 @@ DEVICE void end_row(const DeltaParams& p, uint32_t row, uint32_t head, uint32_t 
   square += __shfl_xor_sync(~0u, square, 4);
   const uint64_t at = (uint64_t)row * p.heads + head;
   if (threadIdx.x % 32 == 0) p.squares[at * 4 + quarter] = square;
-  p.gated[at * 128 + quarter * 32 + own] = to_bf16(o * norm * sigmoid(lo(z)));
+  p.gated[at * 128 + quarter * 32 + own] = to_bf16(o * norm * gate(lo(z)));
 }
 
-NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 1) {
+// With kOne lanes have a row each, so that nothing is kept for another.
+struct QuartersShared {
+  static constexpr uint32_t D = 128;
+  __align__(16) float raw[2 * D + 32], parts[4][4], held[kHeld][D + 36];  // query, key, value; a warp's sums; records
+  float2 sums[4][32], scalars;
+};
+template <bool kHalf, bool kOne>
+DEVICE void quarters(const DeltaParams& p, QuartersShared& m) {
   constexpr uint32_t D = 128;
-  __shared__ __align__(16) float raw[2 * D + 32], parts[4][4], held[kHeld][D + 36];  // query, key, value; a warp's sums; records
-  __shared__ __align__(16) float2 sums[4][32];
+  auto& raw = m.raw;
+  auto& held = m.held;
+  auto& parts = m.parts;
+  auto& sums = m.sums;
   const Lane lane = lane_of(p.lanes + blockIdx.y);
   if (p.trigger == 0) pdl_trigger();
-  const uint32_t head = blockIdx.x, quarter = blockIdx.z, key_head = head * p.key_heads / p.heads, c = (2 * p.key_heads + p.heads) * D;
+  const uint32_t head = blockIdx.x, quarter = blockIdx.z, key_head = key_head_of(p, head), c = (2 * p.key_heads + p.heads) * D;
   const uint32_t t = threadIdx.x, warp = t / 32, l = t % 32;
   // The convolution's channels of this thread: of query, key, and for the first warp of value.
   const uint32_t channel[3] = {key_head * D + t, (p.key_heads + key_head) * D + t, (2 * p.key_heads + head) * D + quarter * 32 + l};
@@ -295,92 +340,125 @@ NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 1) {
       if (i < 2 || t < 32) of[i].tap[j] = __ldg(p.conv + j * c + channel[i]);
   const float alog = __ldg(p.alog + head), dt = __ldg(p.dt + head);
   // State and records are a step old, the rest constant: all asked for before the wait, and before anything is done.
-  Piece state(p, lane, head, quarter);
+  Piece<kHalf> state(p, lane, head, quarter);
   const float norm = __ldg(p.norm + quarter * 32 + state.own);
   state.ask(p);
-  const Ring record(p, lane, head);
-  ask_records(held, record, lane.fold, quarter);
+  const Records record(p, lane, head);
+  ask_records(held, record, quarter);
   unsigned short old[3][3];
+  if (lane.fold == 0) {  // as a rule
+    const bf16* line = p.window + (uint64_t)(lane.slot * 3) * c;
 #pragma unroll
-  for (uint32_t j = 0; j < 3; j++) {
-    const bf16* line = before(p, lane, j, c);
+    for (uint32_t j = 0; j < 3; j++)
 #pragma unroll
-    for (int i = 0; i < 3; i++)
-      if (i < 2 || t < 32) old[i][j] = __bfloat16_as_ushort(line[channel[i]]);
+      for (int i = 0; i < 3; i++)
+        if (i < 2 || t < 32) old[i][j] = __bfloat16_as_ushort(line[j * c + channel[i]]);
+  } else {
+#pragma unroll
+    for (uint32_t j = 0; j < 3; j++) {
+      const bf16* line = before(p, lane, j, c);
+#pragma unroll
+      for (int i = 0; i < 3; i++)
+        if (i < 2 || t < 32) old[i][j] = __bfloat16_as_ushort(line[channel[i]]);
+    }
   }
-  if (lane.fold) {
+  const uint64_t at = (uint64_t)lane.first * p.heads + head;
+  const bf16* line = p.x + (uint64_t)lane.first * c;
+  // Of a row: query and key, and of the first warp value and z, of the second a and b.
+  const bf16 *at0 = ready(line + channel[0]), *at1 = ready(line + channel[1]);
+  const bf16 *at2 = ready(t < 32 ? line + channel[2] : p.a + at), *at3 = ready(t < 32 ? p.z + at * D + quarter * 32 + state.own : p.b + at);
+  if (record.count) {
     copies_wait();
     __syncthreads();
-    state.fold(p, record, lane.fold, held);
+    state.open();
+    state.fold(p, record, held);
     if (lane.record) state.put(p);  // long before the kernel ends, which waits for it
   }
   pdl_wait();
   if (p.trigger == 1) pdl_trigger();
+  const bool keep = !lane.record && !record.leave;  // of what becomes of the matrices: they are written, or each row leaves a record
+  uint32_t x[4];
+  auto ask = [&]() {
+    x[0] = fresh(at0), x[1] = fresh(at1);
+    if (t < 64) x[2] = fresh(at2), x[3] = fresh(at3);
+    at0 += c, at1 += c, at2 += t < 32 ? c : p.heads, at3 += t < 32 ? p.heads * D : p.heads;
+  };
+  const uint32_t rows = kOne ? 1 : lane.rows;
+  if (rows > 0) ask();
+  if (!record.count) state.open();
 #pragma unroll
   for (int i = 0; i < 3; i++)
 #pragma unroll
-    for (int j = 0; j < 3; j++) of[i].past[j] = lo(old[i][j]);
+    for (int j = 0; j < 3; j++) of[i].past[j] = late(old[i][j]);
 #pragma unroll 1
-  for (uint32_t row = lane.first, end = lane.first + lane.rows; row < end; row++) {
-    if (row > lane.first) __syncthreads();  // the row before is no longer looked at
-    const bf16* line = p.x + (uint64_t)row * c;
-    uint32_t x[3], z = 0;
-#pragma unroll
-    for (int i = 0; i < 3; i++)
-      if (i < 2 || t < 32) x[i] = fresh(line + channel[i]);
-    const uint64_t at = (uint64_t)row * p.heads + head;
-    const uint32_t a = fresh(p.a + at), b = fresh(p.b + at);
-    if (warp == 0) z = fresh(p.z + at * D + quarter * 32 + state.own);
+  for (uint32_t r = 0; r < rows; r++) {
+    if (r > 0) {
+      ask();
+      __syncthreads();  // the row before is no longer looked at
+    }
     const float qv = of[0](lo(x[0])), kv = of[1](lo(x[1]));
-    raw[t] = qv, raw[D + t] = kv;
-    if (t < 32) raw[2 * D + t] = of[2](lo(x[2]));
+    raw[t] = qv, raw[D + t] = kv;  // of the keys whose rows of the matrix this warp has
+    __syncwarp();
+    if (t < 32) {
+      raw[2 * D + t] = of[2](lo(x[2]));
+    } else if (warp == 1) {
+      const float decay = decay_of(lo(x[2]), alog, dt), beta = gate(lo(x[3]));
+      if (t == 32) m.scalars = make_float2(decay, beta);
+    }
     const float qq = warp_sum(qv * qv), kk = warp_sum(kv * kv), qk = warp_sum(qv * kv);
     if (l == 0) *(float4*)parts[warp] = make_float4(qq, kk, qk, 0.0f);
-    const float decay = expf(-expf(alog) * softplus(lo(a) + dt)), beta = sigmoid(lo(b));
-    __syncthreads();
-    if (p.trigger == 2 && row == lane.first) pdl_trigger();
-    float part[4][4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) *(float4*)part[i] = *(const float4*)parts[i];
-    // Odd lanes work out the keys' factor, even ones the queries'.
-    const float sum = l % 2 ? part[0][1] + part[1][1] + part[2][1] + part[3][1] : part[0][0] + part[1][0] + part[2][0] + part[3][0];
-    const float factor = 1.0f / sqrtf(sum + 1e-6f), ks = __shfl_sync(~0u, factor, 1), qs = __shfl_sync(~0u, factor, 0) / sqrtf((float)D);
-    const float dot = (part[0][2] + part[1][2] + part[2][2] + part[3][2]) * qs * ks;
+    if (p.trigger == 2 && r == 0) pdl_trigger();
     float q[8], k[8];
     *(float4*)q = *(const float4*)&raw[state.i0], *(float4*)(q + 4) = *(const float4*)&raw[state.i0 + 4];
     *(float4*)k = *(const float4*)&raw[D + state.i0], *(float4*)(k + 4) = *(const float4*)&raw[D + state.i0 + 4];
-#pragma unroll
-    for (int i = 0; i < 8; i++) k[i] *= ks, q[i] *= qs;
     sums[warp][state.own] = state.along(k, q);
-    state.decay(decay);
     __syncthreads();
+    float part[4][4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) *(float4*)part[i] = *(const float4*)parts[i];
+    const Rule rule(m.scalars.x, m.scalars.y, part[0][0] + part[1][0] + part[2][0] + part[3][0], part[0][1] + part[1][1] + part[2][1] + part[3][1],
+                    part[0][2] + part[1][2] + part[2][2] + part[3][2]);
     const float2 s0 = sums[0][state.own], s1 = sums[1][state.own], s2 = sums[2][state.own], s3 = sums[3][state.own];
-    const float d = __fmul_rn(beta, fmaf(-decay, s0.x + s1.x + s2.x + s3.x, raw[2 * D + state.own]));
-    const float o = fmaf(decay, s0.y + s1.y + s2.y + s3.y, __fmul_rn(dot, d));
-    if (!lane.record || row + 1 < end) state.correct(k, d);
-    if (!lane.record && row + 1 == end) state.put(p);
-    if (warp == 0) end_row(p, row, head, quarter, state.own, o, norm, z);
-    if (lane.record) {
-      float* rec = record(lane.fold + row - lane.first);
-      if (warp == 1) rec[1 + D + quarter * 32 + state.own] = d;
+    const float2 made = rule(s0.x + s1.x + s2.x + s3.x, s0.y + s1.y + s2.y + s3.y, raw[2 * D + state.own]);
+    const uint32_t row = lane.first + r;
+    const bool last = r + 1 == rows;
+    if (warp == 0) end_row(p, row, head, quarter, state.own, made.x, norm, x[3]);
+    if (keep || !last) {
+      state.decay(rule.decay);
+      state.correct(k, made.y);
+      if (keep && last) state.put(p);
+    }
+    if (!keep) {
+      float* rec = record(record.count + r);
+      if (warp == 1) rec[D + quarter * 32 + state.own] = made.y;
       if (quarter == 0) {
-        rec[1 + t] = kv * ks;
-        if (t == 0) rec[0] = decay;
+        rec[t] = kv;
+        if (t == 0) rec[2 * D] = rule.decay;
       }
     }
   }
 }
 
 // In 288 threads: each convolves a channel of all rows, eight warps make a row ready each, the ninth has the rows' decays, and four have the state.
-NINFER_KERNEL(delta_rows, DeltaParams, kRows, 2) {
+struct RowsShared {
+  static constexpr uint32_t D = 128;
+  __align__(16) float raw[kAtOnce][kRows], made[kAtOnce][32], held[kHeld][D + 36];  // raw: of each row query, key, value
+  float2 sums[2][4][32];
+  Rule rules[kAtOnce];
+  unsigned short gates[kAtOnce][32];
+};
+template <bool kHalf>
+DEVICE void rows(const DeltaParams& p, RowsShared& m) {
   constexpr uint32_t D = 128;
-  __shared__ __align__(16) float raw[kAtOnce][kRows];  // of each row: query, key, value; then query and key of norm 1
-  __shared__ __align__(16) float scalars[kAtOnce][4], made[kAtOnce][32], held[kHeld][D + 36];
-  __shared__ __align__(16) float2 sums[2][4][32];
-  __shared__ unsigned short gates[kAtOnce][32];
+  auto& raw = m.raw;
+  auto& made = m.made;
+  auto& held = m.held;
+  auto& sums = m.sums;
+  auto& rules = m.rules;
+  auto& gates = m.gates;
   const Lane lane = lane_of(p.lanes + blockIdx.y);
   if (p.trigger == 0) pdl_trigger();
-  const uint32_t head = blockIdx.x, quarter = blockIdx.z, key_head = head * p.key_heads / p.heads, c = (2 * p.key_heads + p.heads) * D;
+  const uint32_t head = blockIdx.x, quarter = blockIdx.z, key_head = key_head_of(p, head), c = (2 * p.key_heads + p.heads) * D;
   const uint32_t t = threadIdx.x, warp = t / 32, l = t % 32;
   const bool stateful = t < kQuarter;
   const uint32_t channel = t < 2 * D ? (t < D ? key_head : p.key_heads + key_head - 1) * D + t : (2 * p.key_heads + head) * D + quarter * 32 + l;
@@ -388,26 +466,28 @@ NINFER_KERNEL(delta_rows, DeltaParams, kRows, 2) {
 #pragma unroll
   for (uint32_t j = 0; j < 4; j++) convolved.tap[j] = __ldg(p.conv + j * c + channel);
   // State and records are a step old, the rest constant: all asked for before the wait, and before anything is done.
-  Piece state(p, lane, head, quarter);
+  Piece<kHalf> state(p, lane, head, quarter);
   if (stateful) state.ask(p);
-  const Ring record(p, lane, head);
-  ask_records(held, record, lane.fold, quarter);
+  const Records record(p, lane, head);
+  ask_records(held, record, quarter);
   unsigned short old[3];
 #pragma unroll
   for (uint32_t j = 0; j < 3; j++) old[j] = __bfloat16_as_ushort(before(p, lane, j, c)[channel]);
   const float alog = __ldg(p.alog + head), dt = __ldg(p.dt + head), norm = __ldg(p.norm + quarter * 32 + state.own);
-  if (lane.fold) {
+  if (record.count) {
     copies_wait();
     __syncthreads();
     if (stateful) {
-      state.fold(p, record, lane.fold, held);
+      state.open();
+      state.fold(p, record, held);
       if (lane.record) state.put(p);  // long before the kernel ends, which waits for it
     }
   }
   pdl_wait();
   if (p.trigger == 1) pdl_trigger();
+  if (stateful && !record.count) state.open();
 #pragma unroll
-  for (int j = 0; j < 3; j++) convolved.past[j] = lo(old[j]);
+  for (int j = 0; j < 3; j++) convolved.past[j] = late(old[j]);
 #pragma unroll 1
   for (uint32_t first = lane.first, end = lane.first + lane.rows; first < end; first += kAtOnce) {
     const uint32_t n = min(kAtOnce, end - first), row = first + min(warp, n - 1);
@@ -427,10 +507,10 @@ NINFER_KERNEL(delta_rows, DeltaParams, kRows, 2) {
     __syncthreads();
     if (p.trigger == 2 && first == lane.first) pdl_trigger();
     if (warp == kAtOnce) {
-      const float decay = expf(-expf(alog) * softplus(lo(a) + dt)), beta = sigmoid(lo(b));
+      const float decay = decay_of(lo(a), alog, dt), beta = gate(lo(b));
       if (l < n) {
-        scalars[l][0] = decay, scalars[l][1] = beta;
-        if (lane.record && quarter == 0) record(lane.fold + first + l - lane.first)[0] = decay;
+        rules[l].decay = decay, rules[l].beta = beta;
+        if (lane.record && quarter == 0) record(record.count + first + l - lane.first)[2 * D] = decay;
       }
     } else if (warp < n) {
       float q[4], k[4], v[4][3], all[3];
@@ -455,16 +535,13 @@ NINFER_KERNEL(delta_rows, DeltaParams, kRows, 2) {
         for (int o = 4; o; o >>= 1) v[0][j] += __shfl_xor_sync(~0u, v[0][j], o);
         all[j] = __shfl_sync(~0u, v[0][j], 0) + __shfl_sync(~0u, v[0][j], 8) + __shfl_sync(~0u, v[0][j], 16) + __shfl_sync(~0u, v[0][j], 24);
       }
-      // Odd lanes work out the keys' factor, even ones the queries'.
-      const float factor = 1.0f / sqrtf((l % 2 ? all[1] : all[0]) + 1e-6f), ks = __shfl_sync(~0u, factor, 1), qs = __shfl_sync(~0u, factor, 0) / sqrtf((float)D);
-#pragma unroll
-      for (int i = 0; i < 4; i++) raw[warp][i * 32 + l] = q[i] * qs, raw[warp][D + i * 32 + l] = k[i] * ks;
-      if (l == 0) scalars[warp][2] = all[2] * qs * ks;
+      const Rule rule(0.0f, 0.0f, all[0], all[1], all[2]);
+      if (l == 0) rules[warp].query = rule.query, rules[warp].key = rule.key, rules[warp].dot = rule.dot;
       gates[warp][l] = z;
       if (lane.record && quarter == 0) {
-        float* rec = record(lane.fold + row - lane.first);
+        float* rec = record(record.count + row - lane.first);
 #pragma unroll
-        for (int i = 0; i < 4; i++) rec[1 + i * 32 + l] = k[i] * ks;
+        for (int i = 0; i < 4; i++) rec[i * 32 + l] = k[i];
       }
     }
     __syncthreads();
@@ -472,21 +549,19 @@ NINFER_KERNEL(delta_rows, DeltaParams, kRows, 2) {
 #pragma unroll 1
       for (uint32_t r = 0; r < n; r++) {
         float q[8], k[8];
-        const float4 s = *(const float4*)scalars[r];  // decay, beta, query times key
         *(float4*)q = *(const float4*)&raw[r][state.i0], *(float4*)(q + 4) = *(const float4*)&raw[r][state.i0 + 4];
         *(float4*)k = *(const float4*)&raw[r][D + state.i0], *(float4*)(k + 4) = *(const float4*)&raw[r][D + state.i0 + 4];
-        const float value = raw[r][2 * D + state.own];
         sums[r % 2][warp][state.own] = state.along(k, q);
-        state.decay(s.x);
+        state.decay(rules[r].decay);
         asm volatile("bar.sync 1, 128;" ::: "memory");  // of the warps that have the state
         const float2 s0 = sums[r % 2][0][state.own], s1 = sums[r % 2][1][state.own], s2 = sums[r % 2][2][state.own], s3 = sums[r % 2][3][state.own];
-        const float d = __fmul_rn(s.y, fmaf(-s.x, s0.x + s1.x + s2.x + s3.x, value));
+        const float2 both = rules[r](s0.x + s1.x + s2.x + s3.x, s0.y + s1.y + s2.y + s3.y, raw[r][2 * D + state.own]);
         if (warp == r % 4) {
-          made[r][state.own] = fmaf(s.x, s0.y + s1.y + s2.y + s3.y, __fmul_rn(s.z, d));
-          if (lane.record) record(lane.fold + first + r - lane.first)[1 + D + quarter * 32 + state.own] = d;
+          made[r][state.own] = both.x;
+          if (lane.record) record(record.count + first + r - lane.first)[D + quarter * 32 + state.own] = both.y;
         }
         if (lane.record && first + r + 1 == end) break;  // nobody needs what follows
-        state.correct(k, d);
+        state.correct(k, both.y);
       }
       if (!lane.record && first + n == end) state.put(p);
       __syncwarp();
@@ -496,102 +571,75 @@ NINFER_KERNEL(delta_rows, DeltaParams, kRows, 2) {
   }
 }
 
-// Of delta_turns: corrections and outputs of four columns from the sums of four warps, and the sum of the outputs' squares.
-DEVICE float corrected(const float (*sums)[8][8], uint32_t c4, const float* value, float beta, float decay, float dot, float* d, float* o) {
-  float square = 0.0f;
-#pragma unroll
-  for (int j = 0; j < 4; j++) {
-    const float u = sums[0][c4][j] + sums[1][c4][j] + sums[2][c4][j] + sums[3][c4][j];
-    const float w = sums[0][c4][4 + j] + sums[1][c4][4 + j] + sums[2][c4][4 + j] + sums[3][c4][4 + j];
-    d[j] = __fmul_rn(beta, fmaf(-decay, u, value[j]));
-    o[j] = fmaf(decay, w, __fmul_rn(dot, d[j]));
-    square = fmaf(o[j], o[j], square);
-  }
-  return square;
-}
-DEVICE uint2 gate4(const float* o, const float* norm, uint2 z2) {
-  const float z[4] = {lo(z2.x), hi(z2.x), lo(z2.y), hi(z2.y)};
-  uint32_t a[2];
-#pragma unroll
-  for (int j = 0; j < 2; j++)
-    a[j] = (uint32_t)__bfloat16_as_ushort(to_bf16(o[2 * j] * norm[2 * j] * sigmoid(z[2 * j]))) |
-           (uint32_t)__bfloat16_as_ushort(to_bf16(o[2 * j + 1] * norm[2 * j + 1] * sigmoid(z[2 * j + 1]))) << 16;
-  return make_uint2(a[0], a[1]);
-}
-
-// The same for lanes of one row each that are not recorded, more of them than fit on the GPU at once. A block keeps head and quarter and goes
-// through every turn-th lane; the next lane's state and inputs are on their way while it works.
-NINFER_KERNEL(delta_turns, DeltaParams, kQuarter, 3) {
-  constexpr uint32_t D = 128, W = 288;  // channels of a quarter: of query, key and value
-  __shared__ __align__(16) uint8_t kept[D * 32 * 4];
-  __shared__ __align__(16) bf16 inputs[2][4 * W + 32];  // three rows of the window, the new one; z
-  __shared__ float raw[3][D], parts[4][3], sums[4][8][8], held[2][1 + D + 32];  // the lanes' first records
-  const uint32_t head = blockIdx.x, quarter = blockIdx.z, group = p.heads / p.key_heads, c = (2 * p.key_heads + p.heads) * D;
-  const uint32_t t = threadIdx.x, warp = t / 32, c4 = t % 8, i0 = t / 8 * 8, j0 = quarter * 32 + c4 * 4;
-  const uint32_t element = p.half_state ? 2 : 4;
-  const uint32_t slots = (uint32_t)__cvta_generic_to_shared(kept), ins = (uint32_t)__cvta_generic_to_shared(inputs);
-  auto state_of = [&](const Lane& lane) { return (uint8_t*)p.state + (((uint64_t)lane.slot * p.heads + head) * D * D + i0 * D + j0) * element; };
-  auto ask_state = [&](const Lane& lane, uint32_t buffer) {
-    const uint8_t* from = state_of(lane);
-    for (uint32_t i = t; i < 1 + D + 32 && lane.fold; i += kQuarter)
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"((uint32_t)__cvta_generic_to_shared(&held[buffer][i])),
-                   "l"(record_of(p, lane, head, 0) + i + (i > D ? quarter * 32 : 0))
-                   : "memory");
-#pragma unroll
-    for (int i = 0; i < 8; i++) {  // a thread's own values, which nobody else reads
-      const uint32_t to = slots + (i * kQuarter + t) * 16;
-      if (element == 4) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from + i * D * 4) : "memory");
-      else asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from + i * D * 2) : "memory");
-    }
+// The same for lanes of one row each that are not verified, more of them than fit on the GPU at once. A block keeps head and quarter and goes
+// through every turn-th lane; the next lane's state, records and inputs are on their way while it works.
+struct TurnsShared {
+  static constexpr uint32_t D = 128, W = 288;  // channels of a quarter: of query, key and value
+  __align__(16) bf16 inputs[2][4 * W + 32];    // three rows of the window, the new one; z
+  __align__(16) float raw[2 * D + 32], parts[4][4], held[2][kLate][D + 36];  // held: the lanes' first records
+  float2 sums[4][32], scalars;
+};
+template <bool kHalf>
+DEVICE void turns(const DeltaParams& p, TurnsShared& m) {
+  constexpr uint32_t D = 128, W = TurnsShared::W;
+  auto& inputs = m.inputs;
+  auto& raw = m.raw;
+  auto& parts = m.parts;
+  auto& held = m.held;
+  auto& sums = m.sums;
+  const uint32_t head = blockIdx.x, quarter = blockIdx.z, key_head = key_head_of(p, head), c = (2 * p.key_heads + p.heads) * D;
+  const uint32_t t = threadIdx.x, warp = t / 32;
+  // Pieces of 16 bytes: the first threads have those of the window's rows, the last ones those of the new row and of z.
+  constexpr uint32_t line = 36, news = kQuarter - line - 4;
+  auto channel_of = [&](uint32_t x) {
+    return x < 16 ? key_head * D + x * 8 : x < 32 ? (p.key_heads + key_head) * D + (x - 16) * 8 : (2 * p.key_heads + head) * D + quarter * 32 + (x - 32) * 8;
   };
-  auto ask_inputs = [&](const Lane& lane, uint32_t buffer, bool old, bool now) {
-    for (uint32_t i = t; i < 4 * 36 + 4; i += kQuarter) {
-      const uint32_t tap = i / 36, x = i % 36, at = lane.fold + tap;
-      const bf16* from;
-      if (tap == 4) {
-        from = p.z + ((uint64_t)lane.first * p.heads + head) * D + quarter * 32 + x * 8;
-      } else {
-        const uint32_t channel = x < 16 ? head / group * D + x * 8 : x < 32 ? (p.key_heads + head / group) * D + (x - 16) * 8 : (2 * p.key_heads + head) * D + quarter * 32 + (x - 32) * 8;
-        from = (tap == 3 ? p.x + (uint64_t)lane.first * c : at < 3 ? p.window + ((uint64_t)lane.slot * 3 + at) * c : p.inputs + ((uint64_t)lane.slot * p.verify + at - 3) * c) + channel;
-      }
-      if (tap < 3 ? old : now) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(ins + (buffer * (4 * W + 32) + i * 8) * 2), "l"(from) : "memory");
+  auto copy = [&](uint32_t buffer, uint32_t piece, const bf16* from) { copy16((float*)&inputs[buffer][piece * 8], (const float*)from); };
+  auto ask_old = [&](const Lane& lane, uint32_t buffer) {
+    const Records record(p, lane, head);
+    if (t < min(record.count, kLate) * kLines) {
+      const uint32_t f = t / kLines, x = t % kLines * 4;
+      copy16(&held[buffer][f][x], record(f) + (x < D ? x : x < D + 32 ? quarter * 32 + x : 2 * D));
     }
+    if (t < 3 * line) copy(buffer, t, before(p, lane, t / line, c) + channel_of(t % line));
+  };
+  auto new_at = [&](const Lane& lane) {
+    const uint32_t x = t - news;
+    return x < line ? p.x + (uint64_t)lane.first * c + channel_of(x) : p.z + ((uint64_t)lane.first * p.heads + head) * D + quarter * 32 + (x - line) * 8;
   };
   uint32_t n = blockIdx.y, buffer = 0;
-  Lane lane = p.lanes[n];
+  auto lane_at = [&](uint32_t n) { return lane_of(p.lanes + min(n, p.count - 1)); };
+  Lane lane = lane_at(n), next = lane_at(n + gridDim.y);
   if (p.trigger == 0) pdl_trigger();
-  ask_state(lane, 0);
-  ask_inputs(lane, 0, true, false);
+  Piece<kHalf> state(p, lane, head, quarter);
+  state.ask(p);
+  ask_old(lane, 0);
   float tap[3][4];
 #pragma unroll
   for (int i = 0; i < 3; i++) {
-    const uint32_t channel = i == 0 ? head / group * D + t : i == 1 ? (p.key_heads + head / group) * D + t : (2 * p.key_heads + head) * D + quarter * 32 + t % 32;
+    const uint32_t channel = i == 0 ? key_head * D + t : i == 1 ? (p.key_heads + key_head) * D + t : (2 * p.key_heads + head) * D + quarter * 32 + t % 32;
 #pragma unroll
     for (uint32_t j = 0; j < 4; j++) tap[i][j] = p.conv[j * c + channel];
   }
-  const float rate = -expf(p.alog[head]), dt = p.dt[head];
-  float norm[4];
-#pragma unroll
-  for (int j = 0; j < 4; j++) norm[j] = p.norm[j0 + j];
+  const float alog = p.alog[head], dt = p.dt[head], norm = p.norm[quarter * 32 + state.own];
+  const bf16 *from = ready(new_at(lane)), *from_a = ready(p.a + (uint64_t)lane.first * p.heads + head), *from_b = ready(p.b + (uint64_t)lane.first * p.heads + head);
   pdl_wait();
   if (p.trigger == 1) pdl_trigger();
-  ask_inputs(lane, 0, false, true);
-  bf16 a = p.a[(uint64_t)lane.first * p.heads + head], b = p.b[(uint64_t)lane.first * p.heads + head];
+  if (t >= news) copy(0, t - news + 3 * line, from);
+  uint32_t a = fresh(from_a), b = fresh(from_b);
   for (;;) {
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    copies_wait();
     __syncthreads();
-    float S[8][4];
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      if (element == 4) {
-        const float4 v = *(const float4*)(kept + (i * kQuarter + t) * 16);
-        S[i][0] = v.x, S[i][1] = v.y, S[i][2] = v.z, S[i][3] = v.w;
-      } else {
-        const uint2 v = *(const uint2*)(kept + (i * kQuarter + t) * 16);
-        S[i][0] = lo(v.x), S[i][1] = hi(v.x), S[i][2] = lo(v.y), S[i][3] = hi(v.y);
-      }
+    const bool more = n + gridDim.y < p.count;
+    Piece<kHalf> coming(p, next, head, quarter);
+    uint32_t next_a = 0, next_b = 0;
+    if (more) {
+      coming.ask(p);
+      ask_old(next, buffer ^ 1);
+      if (t >= news) copy(buffer ^ 1, t - news + 3 * line, new_at(next));
+      next_a = fresh(p.a + (uint64_t)next.first * p.heads + head), next_b = fresh(p.b + (uint64_t)next.first * p.heads + head);
     }
-    const float decay = expf(rate * softplus(from_bf16(a) + dt)), beta = sigmoid(from_bf16(b));
+    const Lane after = lane_at(n + 2 * gridDim.y);
     const bf16* in = inputs[buffer];
     float convolved[3];
 #pragma unroll
@@ -600,86 +648,64 @@ NINFER_KERNEL(delta_turns, DeltaParams, kQuarter, 3) {
       float sum = 0.0f;
 #pragma unroll
       for (int j = 0; j < 3; j++) sum = fmaf(tap[i][j], from_bf16(in[j * W + i * D + t]), sum);
-      convolved[i] = silu(fmaf(tap[i][3], from_bf16(in[3 * W + i * D + t]), sum));
+      raw[i * D + t] = convolved[i] = swish(fmaf(tap[i][3], from_bf16(in[3 * W + i * D + t]), sum));
     }
-    const float qv = convolved[0], kv = convolved[1];
-    const uint2 z2 = *(const uint2*)(in + 4 * W + c4 * 4);
-    raw[0][t] = qv, raw[1][t] = kv;
-    if (t < 32) raw[2][t] = convolved[2];
-    const float qq = warp_sum(qv * qv), kk = warp_sum(kv * kv), qk = warp_sum(qv * kv);
-    if (t % 32 == 0) parts[warp][0] = qq, parts[warp][1] = kk, parts[warp][2] = qk;
-    for (uint32_t f = 0; f < lane.fold; f++) {
-      const float* rec = f == 0 ? held[buffer] : record_of(p, lane, head, f);
-      const uint32_t column = f == 0 ? c4 * 4 : j0;
-      const float past = rec[0];
-#pragma unroll
-      for (int i = 0; i < 8; i++) {
-        const float k = rec[1 + i0 + i];
-#pragma unroll
-        for (int j = 0; j < 4; j++) S[i][j] = fmaf(k, rec[1 + D + column + j], __fmul_rn(S[i][j], past));
-      }
+    __syncwarp();  // a warp has the keys that its threads convolve
+    if (warp == 1) {
+      const float decay = decay_of(lo(a), alog, dt), beta = gate(lo(b));
+      if (t == 32) m.scalars = make_float2(decay, beta);
     }
-    if (lane.fold && p.half_state)  // as if it had been kept and read again
-#pragma unroll
-      for (int i = 0; i < 8; i++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) S[i][j] = round_bf16(S[i][j]);
-    uint8_t* to = state_of(lane);
-    auto put = [&]() {
-#pragma unroll
-      for (int i = 0; i < 8; i++) {
-        if (element == 2) {
-          __nv_bfloat162 v[2] = {__floats2bfloat162_rn(S[i][0], S[i][1]), __floats2bfloat162_rn(S[i][2], S[i][3])};
-          *(uint2*)(to + i * D * 2) = *(const uint2*)v;
-        } else {
-          *(float4*)(to + i * D * 4) = make_float4(S[i][0], S[i][1], S[i][2], S[i][3]);
-        }
-      }
-    };
+    const uint32_t z = __bfloat16_as_ushort(in[4 * W + state.own]);
+    const float qv = convolved[0], kv = convolved[1], qq = warp_sum(qv * qv), kk = warp_sum(kv * kv), qk = warp_sum(qv * kv);
+    if (t % 32 == 0) *(float4*)parts[warp] = make_float4(qq, kk, qk, 0.0f);
+    const Records record(p, lane, head);
+    state.open();
+    state.template fold<kLate>(p, record, held[buffer]);
+    float q[8], k[8];
+    *(float4*)q = *(const float4*)&raw[state.i0], *(float4*)(q + 4) = *(const float4*)&raw[state.i0 + 4];
+    *(float4*)k = *(const float4*)&raw[D + state.i0], *(float4*)(k + 4) = *(const float4*)&raw[D + state.i0 + 4];
+    sums[warp][state.own] = state.along(k, q);
     __syncthreads();
-    const uint64_t out = ((uint64_t)lane.first * p.heads + head) * D + j0, squares = ((uint64_t)lane.first * p.heads + head) * 4 + quarter;
-    const bool more = n + gridDim.y < p.count;
-    if (more) {
-      n += gridDim.y, buffer ^= 1;
-      lane = p.lanes[n];
-      ask_state(lane, buffer);
-      ask_inputs(lane, buffer, true, true);
-      a = p.a[(uint64_t)lane.first * p.heads + head], b = p.b[(uint64_t)lane.first * p.heads + head];
-    }
-    const float qs = 1.0f / sqrtf(parts[0][0] + parts[1][0] + parts[2][0] + parts[3][0] + 1e-6f) / sqrtf((float)D);
-    const float ks = 1.0f / sqrtf(parts[0][1] + parts[1][1] + parts[2][1] + parts[3][1] + 1e-6f);
-    const float dot = (parts[0][2] + parts[1][2] + parts[2][2] + parts[3][2]) * qs * ks;
-    float k[8], u[4] = {0, 0, 0, 0}, w[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      k[i] = raw[1][i0 + i] * ks;
-      const float q = raw[0][i0 + i] * qs;
-#pragma unroll
-      for (int j = 0; j < 4; j++) u[j] = fmaf(S[i][j], k[i], u[j]), w[j] = fmaf(S[i][j], q, w[j]);
-    }
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      u[j] += __shfl_xor_sync(~0u, u[j], 8), w[j] += __shfl_xor_sync(~0u, w[j], 8);
-      u[j] += __shfl_xor_sync(~0u, u[j], 16), w[j] += __shfl_xor_sync(~0u, w[j], 16);
-    }
-    if (t % 32 < 8)
-#pragma unroll
-      for (int j = 0; j < 4; j++) sums[warp][c4][j] = u[j], sums[warp][c4][4 + j] = w[j];
-    __syncthreads();
-    float d[4], o[4];
-    float square = corrected(sums, c4, raw[2] + c4 * 4, beta, decay, dot, d, o);
-#pragma unroll
-    for (int i = 0; i < 8; i++)
-#pragma unroll
-      for (int j = 0; j < 4; j++) S[i][j] = fmaf(k[i], d[j], __fmul_rn(S[i][j], decay));
-    put();
-    if (t < 8) {
-      square += __shfl_xor_sync(0xffu, square, 1);
-      square += __shfl_xor_sync(0xffu, square, 2);
-      square += __shfl_xor_sync(0xffu, square, 4);
-      if (t == 0) p.squares[squares] = square;
-      *(uint2*)(p.gated + out) = gate4(o, norm, z2);
+    if (record.leave && quarter == 0) record(record.count)[t] = kv;
+    if (!record.leave || warp == 0) {
+      const Rule rule(m.scalars.x, m.scalars.y, parts[0][0] + parts[1][0] + parts[2][0] + parts[3][0], parts[0][1] + parts[1][1] + parts[2][1] + parts[3][1],
+                      parts[0][2] + parts[1][2] + parts[2][2] + parts[3][2]);
+      const float2 s0 = sums[0][state.own], s1 = sums[1][state.own], s2 = sums[2][state.own], s3 = sums[3][state.own];
+      const float2 made = rule(s0.x + s1.x + s2.x + s3.x, s0.y + s1.y + s2.y + s3.y, raw[2 * D + state.own]);
+      if (record.leave) {
+        float* own = record(record.count);
+        own[D + quarter * 32 + state.own] = made.y;
+        if (quarter == 0 && t == 0) own[2 * D] = rule.decay;
+      } else {
+        state.decay(rule.decay);
+        state.correct(k, made.y);
+        state.put(p);
+      }
+      if (warp == 0) end_row(p, lane.first, head, quarter, state.own, made.x, norm, z);
     }
     if (!more) return;
+    n += gridDim.y, buffer ^= 1, lane = next, next = after, state = coming, a = next_a, b = next_b;
   }
+}
+
+// The two forms of a matrix have code of their own.
+NINFER_KERNEL(delta_one, DeltaParams, kQuarter, 5) {
+  __shared__ QuartersShared shared;
+  if (p.half_state) quarters<true, true>(p, shared);
+  else quarters<false, true>(p, shared);
+}
+NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 1) {
+  __shared__ QuartersShared shared;
+  if (p.half_state) quarters<true, false>(p, shared);
+  else quarters<false, false>(p, shared);
+}
+NINFER_KERNEL(delta_rows, DeltaParams, kRows, 2) {
+  __shared__ RowsShared shared;
+  if (p.half_state) rows<true>(p, shared);
+  else rows<false>(p, shared);
+}
+NINFER_KERNEL(delta_turns, DeltaParams, kQuarter, 3) {
+  __shared__ TurnsShared shared;
+  if (p.half_state) turns<true>(p, shared);
+  else turns<false>(p, shared);
 }

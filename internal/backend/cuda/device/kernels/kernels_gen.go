@@ -27,6 +27,7 @@ const (
 	Merge                      // MergeParams
 	Route                      // RouteParams
 	Delta                      // DeltaParams
+	DeltaOne                   // DeltaParams
 	DeltaQuarters              // DeltaParams
 	DeltaRows                  // DeltaParams
 	DeltaTurns                 // DeltaParams
@@ -89,6 +90,7 @@ var table = code.Table[ID]{
 		{Name: "merge", Source: "blocks", Threads: 256},
 		{Name: "route", Source: "blocks", Threads: 32},
 		{Name: "delta", Source: "delta", Threads: (512)},
+		{Name: "delta_one", Source: "delta", Threads: (128)},
 		{Name: "delta_quarters", Source: "delta", Threads: (128)},
 		{Name: "delta_rows", Source: "delta", Threads: (288)},
 		{Name: "delta_turns", Source: "delta", Threads: (128)},

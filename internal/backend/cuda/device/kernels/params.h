@@ -25,7 +25,7 @@ struct Lane {
   uint32_t record;       // 1: leave fixed states (folded) alone and record the rows
   uint32_t carry;        // where carried rows are read or appended
   uint32_t chain;        // 1: carried streams come from the chain buffer
-  uint32_t from;         // the first of the recorded rows of delta matrices, which are a ring
+  uint32_t from;         // of delta matrices: where their records lie, and whether a step may leave one (Records of delta.cu)
 };
 
 // A stored matrix: rows first..first+rows of an encoded tensor with k columns.
@@ -140,14 +140,14 @@ struct DeltaParams {
   const float* dt;           // [heads]
   const float* norm;         // [dim]
   void* state;               // [slots][heads][dim][dim]: FP32, or BF16 with half_state
-  float* records;            // [lanes][ring][heads][1+2*dim]: decay, key, correction
+  float* records;            // [lanes][ring][heads][2*dim+4]: key, correction, decay
   float* out;                // [R][heads*dim]: of delta
   __nv_bfloat16* gated;      // [R][heads*dim], without the norm's factor: of delta_quarters
   float* squares;            // [R][heads][4]: of each quarter of a head
   uint32_t key_heads, heads, dim, verify;
   float eps;
   uint32_t half_state;
-  uint32_t ring, reserved;     // rows of records
+  uint32_t ring, reserved;     // rows of records; in which of every four steps the matrices are written
   uint32_t count;              // of lanes: of delta_turns
   uint32_t trigger;            // of delta_quarters and delta_turns: the next kernel may start 0 at once, 1 after the wait, 2 when the activations have been read
 };
