@@ -98,8 +98,10 @@ func (d *Device) Chain(st backend.Step, ctl *backend.Control, more int) (backend
 
 // chained are the picks of all passes of a chain, a lane's one after the other.
 func (s *step) chained() (res backend.Result) {
+	n := s.depth + 1
+	picks := make([]int32, n*len(s.head.lanes))
 	for i := range s.head.lanes {
-		var l backend.LaneResult
+		l := backend.LaneResult{Picks: picks[i*n : i*n : i*n+n]}
 		for _, one := range s.slots[:s.depth+1] {
 			l.Picks = append(l.Picks, pick(one.report, i))
 		}

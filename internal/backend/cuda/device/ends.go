@@ -24,35 +24,57 @@ func (s *step) preparePLEJoin(c *driver.Context, op backend.PLEJoin) (func(*pass
 		NormKey: l.vector(w.NormKey), NormQuery: l.vector(w.NormQuery), NormConv: l.vector(w.NormConv),
 		V: l.rows("gated value", 4*width), Vn: l.rows("gated norm", 2*width), H: in.H, S: in.S, Eps: float32(w.Eps),
 	}
-	gater, injects := kernels.PleGate, !d.opt.Plain && h <= 3072
-	if injects {
-		gater, gate.Y, gate.Inject = kernels.PleGateWide, in.Y, in.Inject
+	joins := !d.opt.Plain && h <= 3072 && h%4 == 0 // one kernel takes the injection along
+	if joins {
+		gate.Y, gate.Inject = in.Y, in.Inject
 	}
 	parts := []kernels.Part{part(l.matrix(w.Key), gate.Key, width, 0, 0), part(l.matrix(w.Value), gate.Value, h, 0, 0)}
 	conv := kernels.ConvParams{
 		Lanes: s.lanes, X: gate.Vn, W: l.vector(w.Conv), Window: d.states[op.Window].at, Records: d.states[op.Window].records,
 		V: gate.V, Streams: in.X, C: uint32(width), Taps: uint32(w.Taps), Dilation: uint32(w.Dilation), Verify: uint32(d.opt.Verify),
 	}
-	convolve, channels := kernels.Conv, 256
-	if !d.opt.Plain && w.Taps == 4 && w.Dilation == 3 && s.program.Pass.Kind == backend.Verify && d.opt.Verify <= 8 {
+	convolve, channels, far := kernels.Conv, 256, w.Taps == 4 && w.Dilation == 3
+	if !d.opt.Plain && far && s.program.Pass.Kind == backend.Verify && d.opt.Verify <= 8 {
 		convolve, channels = kernels.ConvRows, 128
+	}
+	join := kernels.PleJoinParams{Gate: gate}
+	// FP8 times a factor is BF16 times a factor, which the streaming kernels multiply; the factor follows.
+	whole := joins && s.table != nil && kernels.Format(s.table.k.Format) != kernels.U4
+	if whole {
+		key, value := l.rows("n-gram key in FP32", 4*width), l.rows("n-gram value in FP32", 4*h)
+		join.Key, join.Value, join.Factor = key, value, s.table.k.Multiplier
+		parts[0].Out, parts[0].Flags, parts[1].Out, parts[1].Flags = key, kernels.PartF32, value, kernels.PartF32
+	}
+	alone := joins && far && s.program.Pass.Kind == backend.Decode // lanes have a row each, so that it does the convolution too
+	if alone {
+		join.Conv = conv
 	}
 	l.check(s.table != nil && s.table.k.Out == s.bufs[op.In], "no rows of the n-gram table for it")
 	s.brings(op.Window, s.folder(conv))
 	s.history = true
+	element := 4
+	if whole {
+		element = 2
+	}
 	return func(p *pass) error {
-		if err := s.table.decode(p); err != nil {
+		if err := s.table.decode(p, whole); err != nil {
 			return err
 		}
-		if in.Y != 0 && !injects {
+		if in.Y != 0 && !joins {
 			if err := start(p, kernels.Inject, int(in.S), len(p.rows), 1, 0, &in); err != nil {
 				return err
 			}
 		}
-		if err := p.gemv(s.bufs[op.In], 4, wide, len(p.rows), parts...); err != nil {
+		if err := p.gemv(s.bufs[op.In], element, wide, len(p.rows), parts...); err != nil {
 			return err
 		}
-		if err := start(p, gater, int(in.S), len(p.rows), 1, 0, &gate); err != nil {
+		var err error
+		if joins {
+			err = start(p, kernels.PleJoin, int(in.S), len(p.rows), 1, 0, &join)
+		} else {
+			err = start(p, kernels.PleGate, int(in.S), len(p.rows), 1, 0, &gate)
+		}
+		if err != nil || alone {
 			return err
 		}
 		return start(p, convolve, tiles(width, channels), len(p.lanes), 1, 0, &conv)
@@ -386,10 +408,11 @@ func (hd *head) fetch(p *pass) error {
 }
 
 func (hd *head) results() backend.Result {
-	var res backend.Result
+	res := backend.Result{Lanes: make([]backend.LaneResult, 0, len(hd.lanes))}
 	at, width := 0, 4*hd.w.W.N
+	picks := make([]int32, len(hd.s.pass.wanted))
 	for _, w := range hd.lanes {
-		var l backend.LaneResult
+		l := backend.LaneResult{Picks: picks[at : at : at+w.n]}
 		if w.likely {
 			l.Recall = hd.recall(at)
 		}

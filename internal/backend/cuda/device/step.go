@@ -94,6 +94,7 @@ type pass struct {
 	logits bool    // some lane needs them
 	likely bool    // some lane wants likely ids, and none logits
 	plain  bool    // nothing looks inside or forces: fit for a graph
+	keys   uint32  // of each wanted row, among which its pick is still to be found; 0 where picks are there
 	from   int     // the first row that what follows is computed of; those before it were only to be in the caches
 }
 
@@ -519,7 +520,7 @@ func (p *pass) direct() error {
 	if err := p.start(); err != nil {
 		return err
 	}
-	p.from = 0
+	p.from, p.keys = 0, 0
 	for i, run := range p.s.run {
 		if w := p.s.d.watch; w != nil {
 			w.enter(p.s.names[i])
@@ -541,6 +542,12 @@ func (p *pass) direct() error {
 func (p *pass) tell() error {
 	s := p.s
 	at := driver.Ptr(uintptr(unsafe.Pointer(&s.report[0])))
+	if p.keys > 0 {
+		q := kernels.ReportBestParams{
+			Best: s.head.best, Ids: s.head.ids, Picked: s.head.picked, Host: at + 4, Done: at, Number: s.block, N: p.keys, R: uint32(len(p.wanted)),
+		}
+		return start(p, kernels.ReportBest, 1, 1, 1, 0, &q)
+	}
 	q := kernels.ReportParams{Host: at + 4, Done: at, Number: s.block}
 	if s.head != nil && len(p.wanted) > 0 && !p.likely {
 		q.Picked, q.N = s.head.picked, uint32(len(p.wanted))

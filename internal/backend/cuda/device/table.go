@@ -80,9 +80,12 @@ func (s *step) preparePLEStart(c *driver.Context, op backend.PLEStart) (func(*pa
 	return nil, nil // the join launches it, when the first layer is done
 }
 
-// decode launches what waits for the rows and decodes them.
-func (t *table) decode(p *pass) error {
+// decode launches what waits for the rows and decodes them; halves leaves the multiplier out, so that they are BF16.
+func (t *table) decode(p *pass, halves bool) error {
 	q := t.k
+	if halves {
+		q.Halves = 1
+	}
 	q.N = uint32(len(p.rows) * t.heads)
 	return decode(p, &q)
 }

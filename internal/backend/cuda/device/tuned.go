@@ -118,7 +118,8 @@ func (s *step) aheadOf(n, rows int) kernels.Ahead {
 	return a
 }
 
-// tunedBest finds the best row of a head for each of n rows of x without writing logits.
+// tunedBest finds the best row of a head for each of n rows of x without writing logits; of as many as one launch takes the report tells them from its
+// blocks' keys.
 func (p *pass) tunedBest(hd *head, x driver.Ptr, n int) error {
 	valid := uint32(hd.w.IDs)
 	if hd.ids != 0 {
@@ -133,6 +134,10 @@ func (p *pass) tunedBest(hd *head, x driver.Ptr, n int) error {
 		g.X, g.XLd, g.Best, g.ValidRows = x+driver.Ptr(2*r*hd.h), uint32(hd.h), hd.best, valid
 		if err := tunedRun(p, plan, &g); err != nil {
 			return err
+		}
+		if n <= kernels.MaxRows {
+			p.keys = plan.Grid
+			return nil
 		}
 		merge := kernels.BestParams{Best: hd.best, Ids: hd.ids, Out: hd.picked + driver.Ptr(4*r), N: plan.Grid, R: uint32(rows)}
 		if err := tunedRun(p, kernels.Plan{Kernel: kernels.BestMerge, Grid: uint32(rows)}, &merge); err != nil {

@@ -157,7 +157,7 @@ func (g *GPU) Call(fn uintptr, a []uintptr) uintptr {
 			g.refused = append([]byte(err.Error()), 0)
 			return refused
 		}
-		if p := *at[*[64]byte](a, 2); l.kernel == "begin" || l.kernel == "begin_chained" || l.kernel == "report" || l.kernel == "sizes" {
+		if p := *at[*[64]byte](a, 2); slices.Contains(reading, l.kernel) {
 			l.params = slices.Clone(p[:])
 		}
 		if g.capture {
@@ -244,6 +244,9 @@ func (g *GPU) Call(fn uintptr, a []uintptr) uintptr {
 	return uintptr(driver.Success)
 }
 
+// reading are the kernels whose parameters run looks at.
+var reading = []string{"sizes", "begin", "begin_chained", "report", "report_best"}
+
 func (g *GPU) run(l launch) {
 	g.Launched = append(g.Launched, l.kernel)
 	g.clock += Takes(l.kernel)
@@ -271,6 +274,9 @@ func (g *GPU) run(l launch) {
 		g.numbers[q.Out] = *(*uint32)(pointer(q.List))
 	case "report":
 		q := (*kernels.ReportParams)(p)
+		*(*uint32)(pointer(q.Done)) = g.numbers[q.Number]
+	case "report_best":
+		q := (*kernels.ReportBestParams)(p)
 		*(*uint32)(pointer(q.Done)) = g.numbers[q.Number]
 	}
 }

@@ -6,8 +6,6 @@
 //   stem_project_bf16, stem_project_e4m3  x[s] = bf16(hidden[s] * part[0]) + bf16(e * part[1]), of matrices of k columns and rows and four streams
 //               s, which is gemv twice and stem_add: k a multiple of 16 up to 2,560. x: hidden rows [R * s][k], r of them; part[0].out:
 //               the streams [R][4 * k]; part[1].out: e [R][k]. Grid: every 24 columns of x.
-//   begin_chained  as begin for a pass of a chain, whose rows have the picks of the pass before for tokens. list: the control block in the host's
-//               memory, width of 16 bytes; out: its place here; n rows; x: picks, 32 bits each. One block.
 //   conv_rows   as conv into streams, of four taps three rows apart, for up to eight rows of a lane after as many kept ones. Grid: every 128 channels, lane.
 //   carry_wide  as carry, for widths that are multiples of eight. Grid: every 2,048 values, row.
 //   route_wide  as route, of up to 512 experts, which a warp has in registers. Grid: row.
@@ -184,19 +182,6 @@ DEVICE void stem_project(const GemvParams& p) {
 
 NINFER_KERNEL(stem_project_bf16, GemvParams, 320, 1) { stem_project<false>(p); }
 NINFER_KERNEL(stem_project_e4m3, GemvParams, 320, 1) { stem_project<true>(p); }
-
-NINFER_KERNEL(begin_chained, GatherParams, 256, 1) {
-  pdl_trigger();  // the next kernel waits before it reads the block, and lets no other begin before
-  pdl_wait();
-  for (uint32_t i = threadIdx.x; i < p.width; i += 256) {
-    uint4 v;
-    asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"((const uint4*)p.list + i) : "memory");
-    ((uint4*)p.out)[i] = v;
-  }
-  __syncthreads();
-  Row* rows = (Row*)((uint8_t*)p.out + 16);
-  for (uint32_t r = threadIdx.x; r < p.n; r += 256) rows[r].token = __ldcg((const uint32_t*)p.x + r);
-}
 
 NINFER_KERNEL(conv_rows, ConvParams, 128, 1) {
   constexpr uint32_t depth = 9, most = 8;  // of the window; rows that a lane has, and that are kept of the pass before

@@ -34,7 +34,6 @@ const (
 	StemWide                   // StemParams
 	StemProjectBf16            // GemvParams
 	StemProjectE4m3            // GemvParams
-	BeginChained               // GatherParams
 	ConvRows                   // ConvParams
 	CarryWide                  // CarryParams
 	DraftedTokens              // GatherParams
@@ -56,6 +55,7 @@ const (
 	ProjectBf16Deep            // ProjectParams
 	ProjectBf16Rows            // ProjectParams
 	Begin                      // BeginParams
+	BeginChained               // GatherParams
 	Embed                      // EmbedParams
 	Inject                     // InjectParams
 	StemNorm                   // StemParams
@@ -63,10 +63,11 @@ const (
 	Carry                      // CarryParams
 	Table                      // TableParams
 	PleGate                    // PleGateParams
-	PleGateWide                // PleGateParams
+	PleJoin                    // PleJoinParams
 	Gather                     // GatherParams
 	Words                      // WordsParams
 	Report                     // ReportParams
+	ReportBest                 // ReportBestParams
 	Sizes                      // SizesParams
 )
 
@@ -97,7 +98,6 @@ var table = code.Table[ID]{
 		{Name: "stem_wide", Source: "drafts", Threads: (512)},
 		{Name: "stem_project_bf16", Source: "drafts", Threads: 320},
 		{Name: "stem_project_e4m3", Source: "drafts", Threads: 320},
-		{Name: "begin_chained", Source: "drafts", Threads: 256},
 		{Name: "conv_rows", Source: "drafts", Threads: 128},
 		{Name: "carry_wide", Source: "drafts", Threads: 256},
 		{Name: "drafted_tokens", Source: "drafts", Threads: 128},
@@ -119,6 +119,7 @@ var table = code.Table[ID]{
 		{Name: "project_bf16_deep", Source: "project", Threads: (32 * (8))},
 		{Name: "project_bf16_rows", Source: "project", Threads: (32 * (8))},
 		{Name: "begin", Source: "streams", Threads: 256},
+		{Name: "begin_chained", Source: "streams", Threads: 256},
 		{Name: "embed", Source: "streams", Threads: 256},
 		{Name: "inject", Source: "streams", Threads: 256},
 		{Name: "stem_norm", Source: "streams", Threads: 256},
@@ -126,10 +127,11 @@ var table = code.Table[ID]{
 		{Name: "carry", Source: "streams", Threads: 256},
 		{Name: "table", Source: "streams", Threads: 256},
 		{Name: "ple_gate", Source: "streams", Threads: 256},
-		{Name: "ple_gate_wide", Source: "streams", Threads: (1024)},
+		{Name: "ple_join", Source: "streams", Threads: (768)},
 		{Name: "gather", Source: "streams", Threads: 256},
 		{Name: "words", Source: "streams", Threads: 256},
 		{Name: "report", Source: "streams", Threads: 32},
+		{Name: "report_best", Source: "streams", Threads: 256},
 		{Name: "sizes", Source: "streams", Threads: 32},
 	},
 	Layout: layout,
@@ -564,6 +566,8 @@ type TableParams struct {
 	Format     uint32
 	Multiplier float32
 	Rows       uint32
+	Halves     uint32
+	Reserved   uint32
 }
 
 // PleGateParams mirrors the struct of that name in params.h.
@@ -620,6 +624,28 @@ type ReportParams struct {
 	Number   driver.Ptr
 	N        uint32
 	Reserved uint32
+}
+
+// PleJoinParams mirrors the struct of that name in params.h.
+type PleJoinParams struct {
+	Gate     PleGateParams
+	Key      driver.Ptr
+	Value    driver.Ptr
+	Factor   float32
+	Reserved uint32
+	Conv     ConvParams
+}
+
+// ReportBestParams mirrors the struct of that name in params.h.
+type ReportBestParams struct {
+	Best   driver.Ptr
+	Ids    driver.Ptr
+	Picked driver.Ptr
+	Host   driver.Ptr
+	Done   driver.Ptr
+	Number driver.Ptr
+	N      uint32
+	R      uint32
 }
 
 // WordsParams mirrors the struct of that name in params.h.
@@ -983,6 +1009,8 @@ var layout = []uintptr{
 	unsafe.Offsetof(TableParams{}.Format),
 	unsafe.Offsetof(TableParams{}.Multiplier),
 	unsafe.Offsetof(TableParams{}.Rows),
+	unsafe.Offsetof(TableParams{}.Halves),
+	unsafe.Offsetof(TableParams{}.Reserved),
 	unsafe.Sizeof(PleGateParams{}),
 	unsafe.Offsetof(PleGateParams{}.Key),
 	unsafe.Offsetof(PleGateParams{}.Value),
@@ -1024,6 +1052,22 @@ var layout = []uintptr{
 	unsafe.Offsetof(ReportParams{}.Number),
 	unsafe.Offsetof(ReportParams{}.N),
 	unsafe.Offsetof(ReportParams{}.Reserved),
+	unsafe.Sizeof(PleJoinParams{}),
+	unsafe.Offsetof(PleJoinParams{}.Gate),
+	unsafe.Offsetof(PleJoinParams{}.Key),
+	unsafe.Offsetof(PleJoinParams{}.Value),
+	unsafe.Offsetof(PleJoinParams{}.Factor),
+	unsafe.Offsetof(PleJoinParams{}.Reserved),
+	unsafe.Offsetof(PleJoinParams{}.Conv),
+	unsafe.Sizeof(ReportBestParams{}),
+	unsafe.Offsetof(ReportBestParams{}.Best),
+	unsafe.Offsetof(ReportBestParams{}.Ids),
+	unsafe.Offsetof(ReportBestParams{}.Picked),
+	unsafe.Offsetof(ReportBestParams{}.Host),
+	unsafe.Offsetof(ReportBestParams{}.Done),
+	unsafe.Offsetof(ReportBestParams{}.Number),
+	unsafe.Offsetof(ReportBestParams{}.N),
+	unsafe.Offsetof(ReportBestParams{}.R),
 	unsafe.Sizeof(WordsParams{}),
 	unsafe.Offsetof(WordsParams{}.Dst),
 	unsafe.Offsetof(WordsParams{}.Bytes),

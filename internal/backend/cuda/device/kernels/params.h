@@ -319,6 +319,7 @@ struct TableParams {
   uint32_t n, width, row_bytes, format;  // n: R*heads
   float multiplier;
   uint32_t rows;                 // of a block, whose bytes together are a multiple of 16
+  uint32_t halves, reserved;     // halves: out is BF16, of BF16 and FP8 rows without the multiplier
 };
 
 struct PleGateParams {
@@ -365,6 +366,25 @@ struct ReportParams {
   uint32_t* done;                // there too
   const uint32_t* number;        // of the launch, in the control block
   uint32_t n, reserved;
+};
+
+struct PleJoinParams {
+  PleGateParams gate;
+  const float* key;              // [R][s*h] and
+  const float* value;            // [R][h], which times factor become the gate's; or null
+  float factor;
+  uint32_t reserved;
+  ConvParams conv;               // of four taps three rows apart; without lanes for nothing to convolve
+};
+
+struct ReportBestParams {
+  const uint64_t* best;          // [r][n] keys: a value, then ~its row
+  const uint32_t* ids;           // of each row, or null
+  uint32_t* picked;              // [r]
+  uint32_t* host;                // [r], memory of the host
+  uint32_t* done;                // there too
+  const uint32_t* number;        // of the launch, in the control block
+  uint32_t n, r;                 // r: 1..8
 };
 
 struct WordsParams {

@@ -1,29 +1,50 @@
 // Residual streams: embedding, injection and norm, the drafter's stem, carried rows, the n-gram embedding's gate.
 //
 //   begin      copies the control block from the host. One block; kernels after the next may read the block before their wait.
+//   begin_chained  as begin for a pass of a chain, whose rows have the picks of the pass before for tokens. list: the control block in the host's
+//              memory, width of 16 bytes; out: its place here; n rows; x: picks, 32 bits each. One block.
 //   embed      every stream of a row is its token's embedding, or its media vector. Grid: 256 values, row.
 //   inject     x = bf16(x + inject*y), then n = x/rms(x) * (1 + w) a stream, FP32. Grid: stream, row.
 //   stem_norm  e = norm(embedding), hidden = norm over all carried streams, BF16. Grid: 2, row.
 //   stem_add   x[s] = hidden[s] + e.
 //   carry      streams to the carried rows, or to the chain buffer. Grid: row.
 //   table      waits for the host to have gathered the rows of the n-gram table and decodes them to FP32. Grid: some rows.
-//   ple_gate_wide  the same after a pending injection, for streams of up to 3,072 values.
+//   ple_join   ple_gate after a pending injection, for streams of up to 3,072 values, a multiple of four; where lanes have a row each, which is not
+//              recorded, the convolution too, so that only streams and windows are written. Grid: stream, row.
 //   ple_gate   gate of key and stream, v = gate*value (FP32), vn = its norm (BF16). Grid: stream, row.
 //   gather     copies the listed rows. Grid: list.
 //   report     picks and the launch's number to the host, which waits for the number. One block.
+//   report_best  the same where the picks are still keys of the streaming kernels' blocks. One block.
 //   words      random words: made-up weights and images. Grid: any.
 //   sizes      sizes and offsets of every parameter struct, compared with Go's at start.
 #include "common.cuh"
 #include "sizes_gen.cuh"
 
+// The host's words as they are now: it writes them anew for every launch.
+DEVICE uint4 host16(const void* p) {
+  uint4 v;
+  asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+
+// Copies n times 16 bytes of the host's.
+DEVICE void from_host(const void* host, void* device, uint32_t n) {
+  for (uint32_t i = threadIdx.x; i < n; i += blockDim.x) ((uint4*)device)[i] = host16((const uint4*)host + i);
+}
+
 NINFER_KERNEL(begin, BeginParams, 256, 1) {
   pdl_trigger();  // the next kernel waits before it reads the block, and lets none begin before that
   pdl_wait();
-  for (uint32_t i = threadIdx.x; i < p.n; i += 256) {
-    uint4 v;
-    asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"((const uint4*)p.host + i) : "memory");
-    ((uint4*)p.device)[i] = v;
-  }
+  from_host(p.host, p.device, p.n);
+}
+
+NINFER_KERNEL(begin_chained, GatherParams, 256, 1) {
+  pdl_trigger();  // as in begin
+  pdl_wait();
+  from_host(p.list, p.out, p.width);
+  __syncthreads();
+  Row* rows = (Row*)((uint8_t*)p.out + 16);
+  for (uint32_t r = threadIdx.x; r < p.n; r += 256) rows[r].token = __ldcg((const uint32_t*)p.x + r);
 }
 
 NINFER_KERNEL(embed, EmbedParams, 256, 1) {
@@ -132,6 +153,11 @@ NINFER_KERNEL(table, TableParams, 256, 1) {
     const uint8_t* row = raw + i / p.width * p.row_bytes;
     const uint32_t k = i % p.width;
     float v;
+    if (p.halves) {
+      const bf16 h = p.format == FMT_BF16 ? *(const bf16*)(row + 2 * k) : to_bf16(e4m3(row[k]));
+      ((bf16*)p.out)[(uint64_t)first * p.width + i] = h;
+      continue;
+    }
     if (p.format == FMT_BF16) v = __uint_as_float((uint32_t)*(const uint16_t*)(row + 2 * k) << 16);
     else if (p.format == FMT_FP8) v = e4m3(row[k]) * p.multiplier;
     else {
@@ -172,57 +198,106 @@ NINFER_KERNEL(ple_gate, PleGateParams, 256, 1) {
   }
 }
 
-static constexpr int kWide = 1024;
+static constexpr int kWide = 768;  // threads, with four neighbouring values each
 
-NINFER_KERNEL(ple_gate_wide, PleGateParams, kWide, 1) {
-  __shared__ float sums[4][32];
-  const uint32_t s = blockIdx.x, r = blockIdx.y, t = threadIdx.x;
-  const uint64_t at = ((uint64_t)r * p.s + s) * p.h;
-  float nk[3], nq[3], nc[3], k[3], q[3], v[3];
+DEVICE uint2 load8(const void* p) { return __ldcg((const uint2*)p); }
+DEVICE float4 load16(const float* p) { return __ldg((const float4*)p); }
+DEVICE void unpack(uint2 q, float (&v)[4]) { v[0] = lo(q.x), v[1] = hi(q.x), v[2] = lo(q.y), v[3] = hi(q.y); }
+DEVICE uint2 pack(const float (&v)[4]) {
+  const __nv_bfloat162 a = __floats2bfloat162_rn(v[0], v[1]), b = __floats2bfloat162_rn(v[2], v[3]);
+  return make_uint2(*(const uint32_t*)&a, *(const uint32_t*)&b);
+}
+
+NINFER_KERNEL(ple_join, PleJoinParams, kWide, 1) {
+  constexpr uint32_t depth = 9, taps = 4;
+  __shared__ float sums[4][kWide / 32];
+  const PleGateParams& g = p.gate;
+  const uint32_t s = blockIdx.x, r = blockIdx.y, t = threadIdx.x, lane = t % 32, c = 4 * t, of_row = s * g.h + c, width = g.s * g.h;
+  const bool live = c < g.h, convolves = live && p.conv.lanes;
+  const uint64_t at = (uint64_t)r * width + of_row;
+  // The window and its records are a step old, weights are constant: all are here before the wait, as they are stored.
+  float4 raw[3] = {}, tap[taps] = {};
+  uint2 old[depth] = {};
+  bf16* window = nullptr;
+  if (live) raw[0] = load16(g.norm_key + of_row), raw[1] = load16(g.norm_query + of_row), raw[2] = load16(g.norm_conv + of_row);
+  if (convolves) {
+    const Lane own = p.conv.lanes[r];
+    window = p.conv.window + (uint64_t)own.slot * depth * width + of_row;
+    const bf16* records = p.conv.records + (uint64_t)own.slot * p.conv.verify * width + of_row;
 #pragma unroll
-  for (int i = 0; i < 3; i++) {
-    const uint32_t c = t + kWide * i;
-    nk[i] = nq[i] = nc[i] = 0.0f;
-    if (c < p.h) nk[i] = 1.0f + p.norm_key[s * p.h + c], nq[i] = 1.0f + p.norm_query[s * p.h + c], nc[i] = 1.0f + p.norm_conv[s * p.h + c];
+    for (uint32_t i = 0; i < depth; i++) {
+      const uint32_t j = own.fold + i;
+      old[i] = load8(j < depth ? window + (uint64_t)j * width : records + (uint64_t)(j - depth) * width);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < taps; i++) tap[i] = load16(p.conv.w + (uint64_t)i * width + of_row);
   }
   pdl();
-  const float f = p.y ? p.inject[r * p.s + s] : 0.0f;
-  float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // kk, qq, vv, kq
-#pragma unroll
-  for (int i = 0; i < 3; i++) {
-    const uint32_t c = t + kWide * i;
-    k[i] = q[i] = v[i] = 0.0f;
-    if (c < p.h) {
-      k[i] = from_bf16(p.key[at + c]), q[i] = from_bf16(p.x[at + c]), v[i] = from_bf16(p.value[(uint64_t)r * p.h + c]);
-      if (p.y) {
-        q[i] = round_bf16(fmaf(f, from_bf16(p.y[(uint64_t)r * p.h + c]), q[i]));
-        p.x[at + c] = to_bf16(q[i]);
-      }
+  float k[4] = {}, q[4] = {}, v[4] = {}, sum[4] = {};  // sums: kk, qq, vv, kq
+  if (live) {
+    const uint2 in_q = load8(g.x + at);
+    if (p.key) {
+      const float4 a = __ldcg((const float4*)(p.key + at)), b = __ldcg((const float4*)(p.value + (uint64_t)r * g.h + c));
+      k[0] = a.x, k[1] = a.y, k[2] = a.z, k[3] = a.w, v[0] = b.x, v[1] = b.y, v[2] = b.z, v[3] = b.w;
+    } else {
+      const uint2 in_k = load8(g.key + at), in_v = load8(g.value + (uint64_t)r * g.h + c);
+      unpack(in_k, k), unpack(in_v, v);
     }
-    sum[0] += k[i] * k[i], sum[1] += q[i] * q[i], sum[2] += v[i] * v[i], sum[3] += k[i] * nk[i] * (q[i] * nq[i]);
+    if (g.y) {
+      const uint2 in_y = load8(g.y + (uint64_t)r * g.h + c);
+      const float f = __ldcg(g.inject + r * g.s + s);
+      float y[4];
+      unpack(in_y, y), unpack(in_q, q);
+#pragma unroll
+      for (int i = 0; i < 4; i++) q[i] = round_bf16(fmaf(f, y[i], q[i]));
+    } else {
+      unpack(in_q, q);
+    }
+    if (p.key)
+#pragma unroll
+      for (int i = 0; i < 4; i++) k[i] = round_bf16(k[i] * p.factor), v[i] = round_bf16(v[i] * p.factor);
   }
+  const float nk[4] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w}, nq[4] = {raw[1].x, raw[1].y, raw[1].z, raw[1].w}, nc[4] = {raw[2].x, raw[2].y, raw[2].z, raw[2].w};
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    sum[0] += k[i] * k[i], sum[1] += q[i] * q[i], sum[2] += v[i] * v[i], sum[3] += k[i] * (1.0f + nk[i]) * (q[i] * (1.0f + nq[i]));
 #pragma unroll
   for (int j = 0; j < 4; j++) {
     sum[j] = warp_sum(sum[j]);
-    if (t % 32 == 0) sums[j][t / 32] = sum[j];
+    if (lane == 0) sums[j][t / 32] = sum[j];
   }
   __syncthreads();
 #pragma unroll
-  for (int j = 0; j < 4; j++) sum[j] = warp_sum(sums[j][t % 32]);
-  const float h = p.h;
-  const float g = sum[3] / sqrtf(sum[0] / h + p.eps) / sqrtf(sum[1] / h + p.eps) / sqrtf(h);
-  float root = sqrtf(fmaxf(fabsf(g), 1e-6f));
-  root = g < 0.0f ? -root : g == 0.0f ? 0.0f : root;
-  const float gate = sigmoid(root);
-  const float scale = 1.0f / sqrtf(gate * gate * sum[2] / h + p.eps);
+  for (int j = 0; j < 4; j++) sum[j] = warp_sum(lane < kWide / 32 ? sums[j][lane] : 0.0f);
+  const float h = g.h;
+  const float score = sum[3] / sqrtf(sum[0] / h + g.eps) / sqrtf(sum[1] / h + g.eps) / sqrtf(h);
+  float root = sqrtf(fmaxf(fabsf(score), 1e-6f));
+  root = score < 0.0f ? -root : score == 0.0f ? 0.0f : root;
+  const float gate = sigmoid(root), scale = 1.0f / sqrtf(gate * gate * sum[2] / h + g.eps);
+  if (!live) return;
+  float normed[4];
 #pragma unroll
-  for (int i = 0; i < 3; i++) {
-    const uint32_t c = t + kWide * i;
-    if (c >= p.h) continue;
-    const float gated = gate * v[i];
-    p.v[at + c] = gated;
-    p.vn[at + c] = to_bf16(gated * scale * nc[i]);
+  for (int i = 0; i < 4; i++) v[i] *= gate, normed[i] = v[i] * scale * (1.0f + nc[i]);
+  const uint2 fresh = pack(normed);
+  if (!convolves) {
+    if (g.y) *(uint2*)(g.x + at) = pack(q);
+    *(float4*)(g.v + at) = make_float4(v[0], v[1], v[2], v[3]);
+    *(uint2*)(g.vn + at) = fresh;
+    return;
   }
+  float out[4], x[4], w[4], all[4] = {};
+#pragma unroll
+  for (uint32_t i = 0; i < taps; i++) {
+    unpack(i + 1 < taps ? old[3 * i] : fresh, x);
+    w[0] = tap[i].x, w[1] = tap[i].y, w[2] = tap[i].z, w[3] = tap[i].w;
+#pragma unroll
+    for (int j = 0; j < 4; j++) all[j] = fmaf(w[j], x[j], all[j]);
+  }
+#pragma unroll
+  for (int j = 0; j < 4; j++) out[j] = q[j] + v[j] + silu(all[j]);
+  *(uint2*)(g.x + at) = pack(out);
+#pragma unroll
+  for (uint32_t i = 0; i < depth; i++) *(uint2*)(window + (uint64_t)i * width) = i + 1 < depth ? old[i + 1] : fresh;
 }
 
 NINFER_KERNEL(gather, GatherParams, 256, 1) {
@@ -271,6 +346,25 @@ NINFER_KERNEL(report, ReportParams, 32, 1) {
   __threadfence_system();
   __syncwarp();
   if (threadIdx.x == 0) *(volatile uint32_t*)p.done = __ldcg(p.number);
+}
+
+NINFER_KERNEL(report_best, ReportBestParams, 256, 1) {
+  pdl();
+  const uint32_t r = threadIdx.x / 32, lane = threadIdx.x % 32, number = __ldcg(p.number);
+  if (r < p.r) {
+    uint64_t best = 0;
+#pragma unroll 5
+    for (uint32_t i = lane; i < p.n; i += 32) best = max(best, (uint64_t)__ldcg((const unsigned long long*)p.best + (uint64_t)r * p.n + i));
+#pragma unroll
+    for (int o = 16; o; o >>= 1) best = max(best, (uint64_t)__shfl_xor_sync(~0u, (unsigned long long)best, o));
+    if (lane == 0) {
+      const uint32_t row = ~(uint32_t)best, id = best == 0 ? ~0u : p.ids ? p.ids[row] : row;
+      p.picked[r] = p.host[r] = id;
+      __threadfence_system();
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) *(volatile uint32_t*)p.done = number;
 }
 
 NINFER_KERNEL(sizes, SizesParams, 32, 1) {
