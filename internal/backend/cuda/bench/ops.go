@@ -321,8 +321,8 @@ func (b *bench) hyper(variant string) {
 	mix, y := b.bf16(maxBatch*hidden, 1), b.bf16(maxBatch*hidden, 1)
 	inject := b.fill(b.alloc(maxBatch*4*4), maxBatch*4, fillF32, 0.01)
 	outInject := b.alloc(maxBatch * 4 * 4)
-	partial, square := b.alloc(maxBatch*8*(rank+4)*4), b.fill(b.alloc(maxBatch*8*4), maxBatch*8, fillF32, 400)
-	b.fill(partial, maxBatch*8*(rank+4), fillF32, 0.1)
+	partial, square := b.alloc(maxBatch*kernels.HyperParts*(rank+4)*4), b.fill(b.alloc(maxBatch*kernels.HyperParts*4), maxBatch*kernels.HyperParts, fillF32, 400)
+	b.fill(partial, maxBatch*kernels.HyperParts*(rank+4), fillF32, 0.1)
 	for _, batch := range b.batches {
 		downPlan, dp, err := b.set.Limits.HcDown(fp8, batch, hidden, rank)
 		must(err)

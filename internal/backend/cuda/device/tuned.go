@@ -91,9 +91,9 @@ func (p *pass) tunedGemv(x driver.Ptr, ld, rows int, parts []plain.Part) (ok boo
 	return true, tunedRun(p, plan, &g)
 }
 
-// aheadBytes is what is brought into L2 of each block's share of the next matrix, aheadRows that of one in 8 bits with more than four rows: what the
-// next kernels read waits behind it.
-const aheadBytes, aheadRows = 48 << 10, 32 << 10
+// aheadBytes is what is brought into L2 of each block's share of the next matrix, and of one in 8 bits with more than four rows. What the next kernels
+// read waits behind it.
+const aheadBytes, aheadRows = 64 << 10, 32 << 10
 
 // inputs notes the matrices that a mixer's input is multiplied with first: those of the mixture before may bring some of them into L2.
 func (s *step) inputs(parts []plain.Part) { s.ahead = append(s.ahead, parts) }
@@ -288,7 +288,7 @@ func (s *step) tunedMix(l *loader, op backend.Mix) func(*pass) error {
 		other = l.rows(fmt.Sprint("other streams ", op.X.X), 2*width)
 	}
 	in := s.injection(op.X, false)
-	partial, square := l.rows("partial sums", 32*(low+4)), l.rows("squares", 32)
+	partial, square := l.rows("partial sums", 4*kernels.HyperParts*(low+4)), l.rows("squares", 4*kernels.HyperParts)
 	x, xOut, inject, out := s.bufs[op.X.X], other, s.bufs[op.X.Inject], s.bufs[op.Out]
 	s.bufs[op.X.X], s.other[op.X.X] = other, x
 	scale := down.flags & kernels.PartScaleF32 / kernels.PartScaleF32
@@ -309,7 +309,7 @@ func (s *step) tunedMix(l *loader, op backend.Mix) func(*pass) error {
 				q.down.Y, q.down.Inject = in.Y+at*driver.Ptr(2*h), inject+at*16
 			}
 			q.down.Norm, q.down.Down, q.down.DownScale, q.down.ScaleF32 = norm.w, down.w, down.scale, scale
-			q.down.Partial, q.down.Square = partial+at*driver.Ptr(32*(low+4)), square+at*32
+			q.down.Partial, q.down.Square = partial+at*driver.Ptr(4*kernels.HyperParts*(low+4)), square+at*4*kernels.HyperParts
 			q.up.X, q.up.Norm, q.up.Partial, q.up.Square = q.down.XOut, norm.w, q.down.Partial, q.down.Square
 			q.up.Up, q.up.UpScale, q.up.ScaleF32, q.up.Mix = up.w, up.scale, scale, out+at*driver.Ptr(2*h)
 			if w.Inject.Present() {

@@ -366,7 +366,7 @@ func sigmoid(x float64) float64 { return 1 / (1 + math.Exp(-x)) }
 func TestHyperConnection(t *testing.T) {
 	withGPU(t, func(g *gpu) {
 		rng := rand.New(rand.NewPCG(5, 6))
-		for _, sh := range []struct{ h, low int }{{2560, 320}, {128, 64}, {128, 32}, {192, 64}} {
+		for _, sh := range []struct{ h, low int }{{2560, 320}, {128, 64}, {128, 32}, {192, 64}, {1472, 80}} {
 			for _, variant := range []int{0, 1, 2} { // BF16, FP8 with BF16 scales, FP8 with FP32 scales
 				f := FormatBF16
 				if variant > 0 {
@@ -396,7 +396,7 @@ func TestHyperConnection(t *testing.T) {
 						for i := range inject {
 							inject[i] = rng.Float32() * 2
 						}
-						xOut, partial, square := g.Poisoned(2*4*h*r), g.Poisoned(8*4*(low+4)*r), g.Poisoned(32*r)
+						xOut, partial, square := g.Poisoned(2*4*h*r), g.Poisoned(4*HyperParts*(low+4)*r), g.Poisoned(4*HyperParts*r)
 						mix, injOut := g.Poisoned(2*h*r), g.Poisoned(16*r)
 						plan, p, err := g.set.Limits.HcDown(f == FormatE4M3, uint32(r), uint32(h), uint32(low))
 						g.Check(err)
@@ -495,13 +495,20 @@ func TestHyperScales(t *testing.T) {
 						row[c] = unbf16(xw[a*h+c])
 					}
 				}
-				xOut, partial, square := g.Poisoned(2*4*h*r), g.Poisoned(8*4*(low+4)*r), g.Poisoned(32*r)
+				xOut, partial, square := g.Poisoned(2*4*h*r), g.Poisoned(4*HyperParts*(low+4)*r), g.Poisoned(4*HyperParts*r)
 				plan, p, err := g.set.Limits.HcDown(f == FormatE4M3, uint32(r), h, low)
 				g.Check(err)
 				p.X, p.Norm, p.Down, p.DownScale, p.InjW = g.Upload(xw), dNorm, dDown.W, dDown.Scale, dInj
 				p.XOut, p.Partial, p.Square = xOut, partial, square
 				run(g, plan, &p, true)
-				gotX, got, gotSquare := g.Download[uint16](xOut, 4*h*r), g.Download[float32](partial, 8*(low+4)*r), g.Download[float32](square, 8*r)
+				parts := int(plan.Grid/(p.Groups+1)) / 4 // of a stream
+				gotX, got, gotSquare := g.Download[uint16](xOut, 4*h*r), g.Download[float32](partial, 4*parts*(low+4)*r), g.Download[float32](square, 4*parts*r)
+				total := func(list []float32, first, step int) (sum float64) {
+					for i := range parts {
+						sum += float64(list[first+i*step])
+					}
+					return sum
+				}
 				for a, row := range x {
 					s, squares := a%4, 0.0
 					n := make([]float64, 4*h)
@@ -512,7 +519,7 @@ func TestHyperScales(t *testing.T) {
 					if !slices.Equal(gotX[a*h:(a+1)*h], xw[a*h:(a+1)*h]) {
 						t.Errorf("format %d R %d: stream %d is changed where nothing is injected", f, r, a)
 					}
-					if v := float64(gotSquare[2*a]) + float64(gotSquare[2*a+1]); math.Abs(v-squares) > 1e-5*squares+1e-38 {
+					if v := total(gotSquare, parts*a, 1); math.Abs(v-squares) > 1e-5*squares+1e-38 {
 						t.Errorf("format %d R %d: squares of stream %d: %g, want %g", f, r, a, v, squares)
 					}
 					for i := range low + 4 {
@@ -521,7 +528,7 @@ func TestHyperScales(t *testing.T) {
 							m, j = injW, i-low
 						}
 						want, magnitude := m.dot(j, n)
-						if v := float64(got[2*a*(low+4)+i]) + float64(got[(2*a+1)*(low+4)+i]); !(math.Abs(v-want) <= 5e-4*magnitude+1e-38) {
+						if v := total(got, parts*a*(low+4)+i, low+4); !(math.Abs(v-want) <= 5e-4*magnitude+1e-38) {
 							t.Fatalf("format %d R %d: sum %d of stream %d: %g, want %g of %g", f, r, i, a, v, want, magnitude)
 						}
 					}
@@ -747,7 +754,7 @@ func TestRowsAlone(t *testing.T) {
 				run1 := func(first, r int) (mix, out []uint16, injOut, logits []float32) {
 					R, H, L, E, K, I := uint32(r), uint32(h), uint32(low), uint32(experts), uint32(topk), uint32(inner)
 					at := driver.Ptr(first)
-					xOut, partial, square := g.Poisoned(8*h*r), g.Poisoned(32*(low+4)*r), g.Poisoned(32*r)
+					xOut, partial, square := g.Poisoned(8*h*r), g.Poisoned(4*HyperParts*(low+4)*r), g.Poisoned(4*HyperParts*r)
 					mixP, injP, outP := g.Poisoned(2*h*r), g.Poisoned(16*r), g.Poisoned(2*h*r)
 					plan, p, err := g.set.Limits.HcDown(f == FormatE4M3, R, H, L)
 					g.Check(err)

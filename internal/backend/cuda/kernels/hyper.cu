@@ -49,14 +49,18 @@ static constexpr float kEps = 1e-6f;
 
 static constexpr int kDownWarps = 10;
 static constexpr int kDownThreads = 32 * kDownWarps;
-static constexpr uint32_t kPart = 1280, kMost = 8;  // k of a block and activation rows at most
 
+// For MOST activation rows at most: 1, 2 or 8. A block has half of a stream's k of 32 weight rows, or with more than two activation rows a quarter of 64, of
+// which each slice of 128 k has a warp in either of two teams, that make its operand for each other.
+template <uint32_t MOST>
+static constexpr uint32_t kTeams = MOST > 2 ? 2 : 1;
 // APART: the sums have a place of their own, not one that weights had.
 template <uint32_t MOST, bool APART>
 struct DownShared {
-  float sums[APART ? kDownWarps : 1][MOST][36];  // of a warp's k; 32 are used
-  float undo[kDownWarps][MOST];                  // what takes a warp's power of two back
-  float squares[kDownWarps][MOST];
+  static constexpr uint32_t kSlices = kDownWarps / kTeams<MOST>;
+  float sums[APART ? kSlices : 1][MOST][32 * kTeams<MOST> + 4];  // of a slice; the last four are not used
+  float undo[kSlices][MOST];                                       // what takes a slice's power of two back
+  float squares[kSlices][MOST];
   float injects[MOST];
 };
 
@@ -73,6 +77,16 @@ NINFER_DEVICE uint2 ldg_l2_64(const void* p) {
   asm volatile("ld.global.cg.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
   return v;
 }
+// The thread's arrival at a barrier when the copies that it has asked for are there.
+NINFER_DEVICE void mbar_arrive_copies(uint32_t bar) { asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory"); }
+// Adds up what all slices gave, five of them first, which are all of a quarter, times the scale.
+template <uint32_t SLICES>
+NINFER_DEVICE float add_up(const float* v, uint32_t step, float scale) {
+  float s[SLICES / 5];
+#pragma unroll
+  for (uint32_t i = 0; i < SLICES; i++) s[i / 5] = i % 5 ? s[i / 5] + v[i * step] : v[i * step];
+  return SLICES > 5 ? __fadd_rn(__fmul_rn(s[0], scale), __fmul_rn(s[SLICES / 5 - 1], scale)) : s[0] * scale;
+}
 
 // A number as a type, for a parameter.
 template <int N>
@@ -80,86 +94,104 @@ struct Count {
   static constexpr int value = N;
 };
 
-// Half of a stream's k of up to 32 weight rows, or of its inject rows (INJECT), for MOST activation rows at most: 1, 2 or 8. A warp has 128 k of all of them:
-// its threads make the operands of four k each, in shared memory, and it multiplies them.
+// Part of a stream's k of up to 32 weight rows, or 64 of two teams, or of its inject rows (INJECT). A warp's threads make the operands of four k each, in
+// shared memory, of all activation rows, or its team's; it multiplies 32 weight rows.
 //
 // E4M3 weights are FP16 numbers, and so is their operand, times a power of two that brings the largest of the warp's below 2^15: 2^-11 of each value
 // is lost at most, where its BF16 result loses 2^-8. BF16 weights have two BF16 operands, high and low part, of which 2^-16 is lost.
 template <bool FP8, bool INJECT, uint32_t MOST>
 NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t part, uint32_t group, DownShared<MOST, !FP8 || MOST <= 2>& sh) {
-  constexpr bool HALF = FP8 && !INJECT, COPIES = MOST > 2;
+  constexpr bool HALF = FP8 && !INJECT, MANY = MOST > 2;
+  constexpr uint32_t TEAMS = kTeams<MOST>, kSlices = kDownWarps / TEAMS, kPart = 128 * kSlices, kRows = 32 * TEAMS;
   constexpr uint32_t kHalf = kPart + 32, kWhole = 2 * kPart + 64;  // bytes from a weight row to the next, apart in banks
   constexpr uint32_t bytes = HALF ? 1 : 2, pitch = HALF ? kHalf : kWhole, cell = 256 + 64;
   constexpr uint32_t kPasses = HALF ? 1 : (MOST + 3) / 4;
   constexpr int kTiles = INJECT ? 1 : 2;  // of sixteen weight rows
-  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, stream = part / 2;
+  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, team = warp % TEAMS, slice = warp / TEAMS;
+  const uint32_t stream = part / (2 * TEAMS), of_half = part % TEAMS * kPart;
   const uint32_t row0 = INJECT ? 0 : share_start(p.l, p.groups, group);
   const uint32_t n = INJECT ? (p.inj_w ? 4 : 0) : share_start(p.l, p.groups, group + 1) - row0;
-  // The halves are multiples of sixteen k.
-  const uint32_t longer = (p.h / 2 + 15) & ~15u, k0 = part % 2 ? longer : 0, size = part % 2 ? p.h - longer : longer;
-  const uint32_t k = threadIdx.x * 4, slice = bytes * size;
+  // The halves are multiples of sixteen k; of a short one there is no second quarter.
+  const uint32_t longer = (p.h / 2 + 15) & ~15u, second_half = part / TEAMS % 2, whole = second_half ? p.h - longer : longer;
+  const uint32_t k0 = (second_half ? longer : 0) + of_half, size = min(whole - min(of_half, whole), kPart);
+  const uint32_t k = slice * 128 + lane * 4;
   const bool mine = k < size;
-  // Behind the weights each warp has a cell of its k for a row's streams, which becomes its operand or that one's high part, and one for its block
+  // Behind the weights each slice of k has a cell for a row's streams, which becomes its operand or that one's high part, and one for its block
   // output, which becomes the low part. Sums have the place of E4M3 weights that are in registers, behind the inject rows.
-  constexpr uint32_t kSums = 4 * kWhole, kWithSums = kSums + kDownWarps * kMost * 36 * 4;
-  const uint32_t second = p.r * cell + (p.r % 2 ? 0 : 64), per_warp = HALF && !COPIES ? p.r * cell : second + p.r * cell;
+  constexpr uint32_t kSums = 4 * kWhole, kWithSums = kSums + (MANY ? kSlices * MOST * (kRows + 4) * 4 : 0);
+  const uint32_t second = p.r * cell + (p.r % 2 ? 0 : 64), per_slice = HALF && !MANY ? p.r * cell : second + p.r * cell;
   const uint32_t bar = smem_addr(smem), weights = bar + 128;
   const uint32_t room_for = INJECT && FP8 ? kWithSums : FP8 ? max(ceil_div(p.l, p.groups) * pitch, kWithSums) : max(ceil_div(p.l, p.groups), 4) * pitch;
-  const uint32_t cells = weights + room_for + warp * per_warp;
-  float(*sums)[MOST][36] = FP8 && COPIES ? (float(*)[MOST][36])(smem + 128 + kSums) : sh.sums;
-  const uint32_t writes = INJECT ? 0 : ((group == 0 && p.groups < p.r ? ~0u << p.groups : 0) | (group < p.r ? 1u << group : 0)) & ((1u << p.r) - 1);
+  const uint32_t cells = weights + room_for + slice * per_slice;
+  float(*sums)[MOST][kRows + 4] = FP8 && MANY ? (float(*)[MOST][kRows + 4])(smem + 128 + kSums) : sh.sums;
+  // The blocks of a part share the writing of the rows, TEAMS each, and the first has what is left.
+  const uint32_t all = (1u << p.r) - 1, own = TEAMS * group, rest = TEAMS * p.groups;
+  const uint32_t writes = INJECT ? 0 : ((own < 8 ? ((1u << TEAMS) - 1) << own : 0) | (group == 0 && rest < p.r ? ~0u << rest : 0)) & all;
+  float* const partial = p.partial + part * (p.l + 4) + (INJECT ? p.l : 0) + row0;  // of the first activation row
+  constexpr uint32_t kParts = 8 * TEAMS;
 
   STAMP_BEGIN(120 + FP8)
-  if (n == 0) {  // a mixer, which injects nothing
+  if (n == 0 || MANY && size == 0) {  // a mixer, which injects nothing, or no k
     if (p.trigger == 0) pdl_trigger();
     pdl_wait();
+    if (p.trigger != 0) pdl_trigger();
+    for (uint32_t i = threadIdx.x; i < n * p.r; i += kDownThreads) partial[(uint64_t)(i / n) * kParts * (p.l + 4) + i % n] = 0;
+    if (threadIdx.x < MOST && writes >> threadIdx.x & 1) p.square[threadIdx.x * kParts + part] = 0;
     return;
   }
+  const uint8_t* const stored = (const uint8_t*)(INJECT ? (const void*)p.inj_w : p.down) + (((uint64_t)row0 * 4 + stream) * p.h + k0) * bytes;
   if (threadIdx.x == 0) {
-    mbar_init(bar, 1);
+    mbar_init(bar, MANY ? kDownThreads : 1);
     mbar_fence_init();
-    mbar_expect(bar, n * slice);
+    if (!MANY) mbar_expect(bar, n * bytes * size);
   }
   __syncthreads();
-  if (lane == 0)
-    for (uint32_t i = warp; i < n; i += kDownWarps)
-      bulk_load(weights + i * pitch, (const uint8_t*)(INJECT ? (const void*)p.inj_w : p.down) + (((uint64_t)(row0 + i) * 4 + stream) * p.h + k0) * bytes, slice, bar,
-                policy_evict_first());
+  if (MANY) {  // many short pieces: bulk copies would take longer to ask for
+    constexpr uint32_t kPieces = bytes * kPart / 16, kAtOnce = kDownThreads / kPieces;
+    const uint64_t policy = policy_evict_first();
+    const uint32_t piece = threadIdx.x % kPieces * 16;
+    if (piece < bytes * size)
+      for (uint32_t i = threadIdx.x / kPieces; i < n; i += kAtOnce) copy16(weights + i * pitch + piece, stored + (uint64_t)i * 4 * p.h * bytes + piece, policy);
+    mbar_arrive_copies(bar);
+  } else if (lane == 0) {
+    for (uint32_t i = warp; i < n; i += kDownWarps) bulk_load(weights + i * pitch, stored + (uint64_t)i * 4 * p.h * bytes, bytes * size, bar, policy_evict_first());
+  }
   uint2 norm = make_uint2(0, 0);
   if (mine) norm = __ldg((const uint2*)(p.norm + (uint64_t)stream * p.h + k0 + k));
   uint32_t scale = 0;
-  if (HALF && lane < n) scale = scale_word(p.down_scale, p.scale_f32, row0 + lane);
+  const uint32_t result = 32 * team + lane;  // the weight row whose sum the lane adds up
+  if (HALF && result < n) scale = scale_word(p.down_scale, p.scale_f32, row0 + result);
   // With copies half of a warp's lanes ask for eight k of the streams, the others for those of the block output.
-  const uint32_t k8 = warp * 128 + lane % 16 * 8;
+  const uint32_t k8 = slice * 128 + lane % 16 * 8;
   const bf16 *xs = p.x + (uint64_t)stream * p.h + k0 + k, *ys = p.y + k0 + k;
-  if (COPIES) xs = (lane < 16 ? p.x + (uint64_t)stream * p.h : p.y) + k0 + k8;
+  if (MANY) xs = (lane < 16 ? p.x + (uint64_t)stream * p.h : p.y) + k0 + k8;
   const float* weight = p.inject + (MOST > 1 ? lane * 4 : 0) + stream;
   made(xs), made(ys), made(weight);
   const bool pending = p.y != nullptr;
   // As the first operand of the tensor instruction: rows g and g + 8 of a tile, eight k. Where a row is missing another is read, whose sums nobody reads; where k
   // ends the operand is zero.
-  const uint32_t first = min(warp * 128 + 8 * t, size - 8), room = size - 8 - first;
+  const uint32_t first = min(slice * 128 + 8 * t, size - 8), room = size - 8 - first;
   uint32_t at[2 * kTiles];
 #pragma unroll
-  for (int i = 0; i < 2 * kTiles; i++) at[i] = weights + min(g + 8 * i, n - 1) * pitch + first * bytes, made(at[i]);
+  for (int i = 0; i < 2 * kTiles; i++) at[i] = weights + min((INJECT ? 0 : 32 * team) + g + 8 * i, n - 1) * pitch + first * bytes, made(at[i]);
   if (p.trigger == 0) pdl_trigger();
   STAMP(1)
   pdl_wait();
   if (p.trigger == 2) pdl_trigger();
   STAMP(2)
   constexpr uint32_t kNone = 0x80008000;  // where there is no block output its values are -0, which change nothing, and its weight is 0
-  constexpr uint32_t kAhead = COPIES ? 1 : MOST;
+  constexpr uint32_t kAhead = MANY ? 1 : MOST;
   uint2 ahead_x[kAhead], ahead_y[kAhead];
   float inject1 = 0;
-  if (COPIES) {
+  if (MANY) {
     const bool ask = k8 < size && (lane < 16 || pending);
     const uint32_t to = cells + (lane < 16 ? 0 : second) + lane % 16 * 16, step = (lane < 16 ? 4 : 1) * p.h;
-    for (uint32_t r = 0; r < p.r; r++) {
+    for (uint32_t r = team; r < p.r; r += TEAMS) {
       if (ask)
         copy_activations(to + r * cell, xs + r * step);
       else
         sts128(to + r * cell, make_uint4(kNone, kNone, kNone, kNone));
-      if (r + 1 == min(p.r, 4)) copy_commit();
+      if (r == team + TEAMS || r == team && r + TEAMS >= p.r) copy_commit();
     }
     copy_commit();
   } else {
@@ -172,11 +204,12 @@ NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t part, uint32_t grou
     if (MOST == 1 && pending) inject1 = ldg_l2_f32(weight);
   }
   // One place in L2 answers one warp at a time: what all blocks read, only one of a block's warps may ask for.
-  if (MOST > 1 && warp == kDownWarps - 1 && lane < p.r) sh.injects[lane] = pending ? ldg_l2_f32(weight) : 0.0f;
+  const bool asks = MOST > 1 && warp == kDownWarps - 1 && lane < p.r;
+  if (asks && pending) inject1 = ldg_l2_f32(weight);
   mbar_wait(bar, 0);
   // The first kEarly chunks of 32 k of a tile are in registers as operands before the activations come, and all others of E4M3 as stored.
   constexpr int kAll = 4 * kTiles;
-  constexpr int kEarly = HALF ? (MOST == 1 ? 3 : 1) : INJECT ? 4 : (MOST == 1 ? 4 : MOST == 2 ? 6 : 3);
+  constexpr int kEarly = HALF ? (MOST == 1 ? 3 : 1) : INJECT || MOST != 2 ? 4 : 5;
   uint4 lo[kAll], hi[kAll];
   uint2 raw_lo[kAll], raw_hi[kAll];
   auto fetch = [&](int c) {
@@ -206,11 +239,12 @@ NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t part, uint32_t grou
     highest = 394 - max(27u, __reduce_max_sync(~0u, __float_as_uint(most)) >> 23);  // what the norm takes away must not make the others overflow
   }
   STAMP(3)
+  if (asks) sh.injects[lane] = inject1;
   if (MOST > 1) __syncthreads();
   STAMP(4)
   if (p.trigger == 1) pdl_trigger();
 
-  // N rows from r on side by side: the operand. x becomes what the streams are then.
+  // N of the warp's rows from r on side by side: the operand. x becomes what the streams are then.
   auto make = [&](uint32_t r, uint2* x, const uint2* y, const float* inject, auto count) {
     constexpr int N = decltype(count)::value;
     float v[N][4];
@@ -234,11 +268,11 @@ NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t part, uint32_t grou
     }
 #pragma unroll
     for (int b = 0; b < N; b++) {
-      const uint32_t to = cells + (r + b) * cell + 8 * lane;
+      const uint32_t to = cells + (r + TEAMS * b) * cell + 8 * lane;
       const float* f = v[b];
       if (HALF) {
         sts64(to, make_uint2(pack_f16(f[0], f[1]), pack_f16(f[2], f[3])));
-        if (lane == 0) sh.undo[warp][r + b] = __uint_as_float((254 - power[b]) << 23);
+        if (lane == 0) sh.undo[slice][r + TEAMS * b] = __uint_as_float((254 - power[b]) << 23);
       } else {
         const uint32_t h0 = pack_bf16(f[0], f[1]), h1 = pack_bf16(f[2], f[3]);
         sts64(to, make_uint2(h0, h1));
@@ -246,54 +280,65 @@ NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t part, uint32_t grou
       }
     }
   };
-  // The blocks of a part share the writing of the rows and their squares.
   auto write = [&](uint32_t r, uint2 x) {
-    if (mine) *(uint2*)(p.x_out + ((uint64_t)r * 4 + stream) * p.h + k0 + k) = x;
-    const float f[4] = {bf16_lo(x.x), bf16_hi(x.x), bf16_lo(x.y), bf16_hi(x.y)};
-    const float square = warp_sum(fmaf(f[3], f[3], fmaf(f[2], f[2], fmaf(f[1], f[1], f[0] * f[0]))));
-    if (lane == 0) sh.squares[warp][r] = square;
+    if (mine && writes >> r & 1) *(uint2*)(p.x_out + ((uint64_t)r * 4 + stream) * p.h + k0 + k) = x;
   };
-  if (COPIES) {
+  auto squared = [&](uint2 x) {
+    const float f[4] = {bf16_lo(x.x), bf16_hi(x.x), bf16_lo(x.y), bf16_hi(x.y)};
+    return warp_sum(fmaf(f[3], f[3], fmaf(f[2], f[2], fmaf(f[1], f[1], f[0] * f[0]))));
+  };
+  float square[kAhead];
+  if (MANY) {
     auto copied = [&](uint32_t r, auto count) {
       constexpr int N = decltype(count)::value;
       uint2 x[N], y[N];
       float inject[N];
 #pragma unroll
       for (int b = 0; b < N; b++) {
-        const uint32_t from = cells + (r + b) * cell + 8 * lane;
-        x[b] = lds64(from), y[b] = lds64(from + second), inject[b] = sh.injects[r + b];
+        const uint32_t from = cells + (r + TEAMS * b) * cell + 8 * lane;
+        x[b] = lds64(from), y[b] = lds64(from + second), inject[b] = sh.injects[r + TEAMS * b];
       }
       __syncwarp();
       make(r, x, y, inject, count);
 #pragma unroll
       for (int b = 0; b < N; b++)
-        if (!INJECT && writes >> (r + b) & 1) write(r + b, x[b]);
+        if (!INJECT && writes >> (r + TEAMS * b) & 1) {
+          write(r + TEAMS * b, x[b]);
+          const float sum = squared(x[b]);
+          if (lane == 0) sh.squares[slice][r + TEAMS * b] = sum;
+        }
     };
-    uint32_t r = 0;
+    copy_wait<1>(), __syncwarp();
 #pragma unroll 1
-    for (; r < p.r; r += 2) {
-      if (r == 0) copy_wait<1>(), __syncwarp();
-      if (r == 4) copy_wait<0>(), __syncwarp();
-      if (r + 1 < p.r)
+    for (uint32_t r = team; r < p.r; r += 2 * TEAMS) {
+      if (r >= 2 * TEAMS) copy_wait<0>(), __syncwarp();
+      if (r + TEAMS < p.r)
         copied(r, Count<2>{});
       else
         copied(r, Count<1>{});
     }
+    named_sync(1 + slice, 32 * TEAMS);
   } else {
     float inject[kAhead];
 #pragma unroll
     for (uint32_t r = 0; r < kAhead; r++) inject[r] = MOST == 1 ? inject1 : sh.injects[r];
     make(0, ahead_x, ahead_y, inject, Count<kAhead>{});
-    if (!INJECT && writes)
+    if (!INJECT)
 #pragma unroll
-      for (uint32_t r = 0; r < kAhead; r++)
-        if (writes >> r & 1) write(r, ahead_x[r]);
+      for (uint32_t r = 0; r < kAhead; r++) write(r, ahead_x[r]);
+    __syncwarp();
+    if (!INJECT)  // beside the product, whoever writes
+#pragma unroll
+      for (uint32_t r = 0; r < kAhead; r++) square[r] = squared(ahead_x[r]);
   }
-  __syncwarp();
   STAMP(5)
+  float undo[2] = {1, 1};  // of the lane's columns
+  if (HALF)
+#pragma unroll
+    for (uint32_t i = 0; i < 2 && i < MOST; i++) undo[i] = sh.undo[slice][2 * t + i < MOST ? 2 * t + i : 0];
 #pragma unroll 1
   for (uint32_t j = 0; j < kPasses; j++) {
-    if (!HALF && 4 * j >= p.r) break;
+    if (!HALF && 4 * j >= p.r || INJECT && team > 0) break;
     // a column's row: of BF16 each has two, high and low part
     const uint32_t of = HALF ? (g < p.r ? g : 0) : min(4 * j + g / 2, p.r - 1), from = cells + of * cell + (HALF || g % 2 == 0 ? 0 : second) + 16 * t;
     uint4 v[4];
@@ -316,55 +361,57 @@ NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t part, uint32_t grou
       float s[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) s[i] = (acc[0][i] + acc[1][i]) + (acc[2][i] + acc[3][i]);
-      float(*to)[36] = sums[warp];
-      const uint32_t i = 16 * tile + g;
+      float(*to)[kRows + 4] = sums[slice];
+      const uint32_t i = 32 * team + 16 * tile + g;
       if (HALF) {
-        if (2 * t < MOST) to[2 * t][i] = s[0], to[2 * t][i + 8] = s[2];
-        if (2 * t + 1 < MOST) to[2 * t + 1][i] = s[1], to[2 * t + 1][i + 8] = s[3];
+        if (2 * t < MOST) to[2 * t][i] = s[0] * undo[0], to[2 * t][i + 8] = s[2] * undo[0];
+        if (2 * t + 1 < MOST) to[2 * t + 1][i] = s[1] * undo[1], to[2 * t + 1][i + 8] = s[3] * undo[1];
       } else if (4 * j + t < MOST) {
         to[4 * j + t][i] = s[0] + s[1], to[4 * j + t][i + 8] = s[2] + s[3];
       }
     }
   }
+  if (!MANY && !INJECT && lane == 0)
+#pragma unroll
+    for (uint32_t r = 0; r < kAhead; r++) sh.squares[warp][r] = square[r];
   STAMP(6)
   __syncthreads();
   STAMP(7)
-  const uint32_t r = threadIdx.x / 32;
-  if (r < p.r && lane < n) {
-    float s = 0;
+  constexpr uint32_t kRow = kRows + 4;
 #pragma unroll
-    for (int i = 0; i < kDownWarps; i++) s = HALF ? fmaf(sums[i][r][lane], sh.undo[i][r], s) : s + sums[i][r][lane];
-    if (HALF) s *= scale_value(scale, p.down_scale, p.scale_f32, row0 + lane);
-    p.partial[((uint64_t)r * 8 + part) * (p.l + 4) + (INJECT ? p.l : 0) + row0 + lane] = s;
-  }
-  const uint32_t q = threadIdx.x - 32 * kMost;  // a row whose squares are here
-  if (!INJECT && q < p.r && writes >> q & 1) {
-    float s = 0;
-#pragma unroll
-    for (int i = 0; i < kDownWarps; i++) s += sh.squares[i][q];
-    p.square[q * 8 + part] = s;
-  }
+  for (uint32_t r = slice; r < MOST; r += kSlices)
+    if (r < p.r && result < n) {
+      const float s = HALF ? scale_value(scale, p.down_scale, p.scale_f32, row0 + result) : 1.0f;
+      partial[(uint64_t)r * kParts * (p.l + 4) + result] = add_up<kSlices>(&sums[0][r][result], MOST * kRow, s);
+    }
+  const uint32_t q = kDownThreads - 1 - threadIdx.x;  // a row whose squares are here
+  if (!INJECT && q < p.r && writes >> q & 1) p.square[q * kParts + part] = add_up<kSlices>(&sh.squares[0][q], MOST, 1.0f);
   STAMP(8)
 }
 
-// The grid is two halves of four streams times (groups of rows, then one block for injection rows).
-#define DOWN(FP8, MOST)                                                                     \
-  __shared__ DownShared<MOST, !FP8 || MOST <= 2> sh;                                        \
-  const uint32_t part = blockIdx.x / (p.groups + 1), group = blockIdx.x % (p.groups + 1);   \
-  if (group < p.groups)                                                                     \
-    down_rows<FP8, false, MOST>(p, part, group, sh);                                        \
-  else                                                                                      \
-    down_rows<FP8, true, MOST>(p, part, group, sh);  
+// The grid is the parts of four streams, two halves or four quarters each, times (groups of rows, then one block for injection rows).
+#define DOWN(FP8, MOST)                                                                   \
+  __shared__ DownShared<MOST, !FP8 || MOST <= 2> sh;                                      \
+  const uint32_t part = blockIdx.x / (p.groups + 1), group = blockIdx.x % (p.groups + 1); \
+  if (group < p.groups)                                                                   \
+    down_rows<FP8, false, MOST>(p, part, group, sh);                                      \
+  else                                                                                    \
+    down_rows<FP8, true, MOST>(p, part, group, sh);
 
-// Here the last argument is a kernel's registers: 80 leave room for expert_down before it.
+// Here the last argument is a kernel's registers: 80 leave room for the kernel before it. sm_120a, which is tuned for nothing yet, needs more not to spill.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+#define MORE +16
+#else
+#define MORE
+#endif
 #pragma push_macro("NINFER_KERNEL")
 #undef NINFER_KERNEL
-#define NINFER_KERNEL(name, Params, threads, registers) extern "C" __global__ void __maxnreg__(registers) name(const __grid_constant__ Params p)
+#define NINFER_KERNEL(name, Params, threads, registers) extern "C" __global__ void __maxnreg__(registers MORE) name(const __grid_constant__ Params p)
 NINFER_KERNEL(hc_down_bf16, HcDownParams, kDownThreads, 80) { DOWN(false, 1) }
 NINFER_KERNEL(hc_down_e4m3, HcDownParams, kDownThreads, 80) { DOWN(true, 1) }
-NINFER_KERNEL(hc_down_two_bf16, HcDownParams, kDownThreads, 104) { DOWN(false, 2) }
+NINFER_KERNEL(hc_down_two_bf16, HcDownParams, kDownThreads, 80) { DOWN(false, 2) }
 NINFER_KERNEL(hc_down_two_e4m3, HcDownParams, kDownThreads, 80) { DOWN(true, 2) }
-NINFER_KERNEL(hc_down_rows_bf16, HcDownParams, kDownThreads, 96) { DOWN(false, 8) }
+NINFER_KERNEL(hc_down_rows_bf16, HcDownParams, kDownThreads, 80) { DOWN(false, 8) }
 NINFER_KERNEL(hc_down_rows_e4m3, HcDownParams, kDownThreads, 80) { DOWN(true, 8) }
 #pragma pop_macro("NINFER_KERNEL")
 
@@ -375,6 +422,7 @@ NINFER_KERNEL(hc_down_rows_e4m3, HcDownParams, kDownThreads, 80) { DOWN(true, 8)
 static constexpr int kUpTiles = 6;
 static constexpr int kChunks = 5;
 static constexpr int kUpThreads = 384;
+static constexpr uint32_t kUpRank = 64 * kChunks, kUpPitch = 2 * kUpRank + 64;  // k of an operand's row and bytes from one to the next
 static_assert(kUpThreads == 64 * kUpTiles);
 
 // Eight weights as pairs in order of k, E4M3 as FP16 and BF16 as they are.
@@ -410,34 +458,9 @@ NINFER_DEVICE void multiply_chunk(float* a, float* b, uint4 lo, uint4 hi, uint4 
   }
 }
 
-// A warp's chunks of sixteen rows and of the operand, 32 k each: lane (g, t) = (lane / 4, lane % 4) has k = 8 t .. of rows g and g + 8 as the first
-// operand of the tensor instruction and of column g as the second; a dot product does not care about the order of k. Nothing here branches:
-// where a row is missing another is read, whose sums nobody reads; where k ends the operand is zero.
-template <bool FP8>
-struct Rows {
-  uint32_t lo_at, hi_at;  // rows g and g + 8 at the lane's first k
-  uint32_t first, room;   // that k, and how far from it the last eight of K are
-  int left;               // k from the lane's first to the end of K
-  // A warp whose k begin at k0; lo and hi are rows g and g + 8.
-  NINFER_DEVICE Rows(uint32_t lo, uint32_t hi, uint32_t k0, uint32_t size) {
-    const uint32_t k = k0 + threadIdx.x % 4 * 8;
-    left = (int)size - (int)k, first = min(k, size - 8), room = size - 8 - first;
-    lo_at = lo + first * (FP8 ? 1 : 2), hi_at = hi + first * (FP8 ? 1 : 2);
-  }
-  NINFER_DEVICE void read(int c, uint4& lo, uint4& hi) const {
-    const uint32_t step = min(c * 32u, room) * (FP8 ? 1 : 2);
-    lo = eight_weights<FP8>(lo_at + step), hi = eight_weights<FP8>(hi_at + step);
-  }
-  // Column g of n, at the start of a row of operands.
-  NINFER_DEVICE uint4 operand(int c, uint32_t at) const {
-    uint4 v = lds128(at + (first + min(c * 32u, room)) * 2);
-    if (c * 32 >= left) v = make_uint4(0, 0, 0, 0);
-    return v;
-  }
-};
-
-// The sum of what the two halves of a stream gave.
-NINFER_DEVICE float both(uint2 v) { return __uint_as_float(v.x) + __uint_as_float(v.y); }
+NINFER_DEVICE float both(uint32_t a, uint32_t b) { return __uint_as_float(a) + __uint_as_float(b); }
+// The sum of a stream's halves, or of the halves of both.
+NINFER_DEVICE float whole(bool quarters, uint32_t a, uint32_t b, uint32_t c, uint32_t d) { return quarters ? both(a, b) + both(c, d) : both(a, b); }
 
 // ---- clusters ----
 
@@ -469,19 +492,41 @@ NINFER_DEVICE void mbar_wait_cluster(uint32_t bar, uint32_t parity) {
       "}\n" ::"r"(bar), "r"(parity) : "memory");
 }
 
+// The same as rsqrtf and sigmoid for what is never as small as a subnormal number, or as good as zero then.
+NINFER_DEVICE float rsqrt_fast(float x) {
+  float r;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+NINFER_DEVICE float sigmoid_fast(float x) {
+  float e, r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * -1.4426950408889634f));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.0f + e));
+  return r;
+}
+NINFER_DEVICE void sts32(uint32_t a, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(v) : "memory"); }
+NINFER_DEVICE void sts16(uint32_t a, uint32_t v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(a), "h"((uint16_t)v) : "memory"); }
+
 // MOST: rows at most, 1, 4 or 8; the arithmetic is the same. With several rows each of as many blocks of a cluster makes the operand of one row and
 // sends it to the others, since the partial sums of all rows are too much for each block to read.
+//
+// The kernel is as long as its instructions behind the wait, most of which run once: addresses and factors are made before it.
+//
+// A warp's chunks of sixteen rows and of the operand are 32 k each: lane (g, t) = (lane / 4, lane % 4) has k = 8 t .. of rows g and g + 8 as the first
+// operand of the tensor instruction and of column g as the second; a dot product does not care about the order of k. Nothing here branches: where a
+// row of weights is missing another is read, whose sums nobody reads; where the rank ends weights are read again, and the operand is zero.
 template <bool FP8, uint32_t MOST>
 NINFER_DEVICE void up_columns(const HcUpParams& p) {
   constexpr bool ONE = MOST == 1;
   constexpr uint32_t kPasses = (MOST + 3) / 4;  // four rows' high and low parts are the eight columns of the tensor instruction
+  constexpr uint32_t kBytes = FP8 ? 1 : 2;
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const uint32_t first = share_start(p.h, gridDim.x, blockIdx.x), columns = share_start(p.h, gridDim.x, blockIdx.x + 1) - first;
-  const uint32_t row_bytes = (FP8 ? 1 : 2) * p.l, run = columns * row_bytes, run_pitch = ((run + 127) & ~127u) + (FP8 ? 32 : 64);
-  const uint32_t bar = smem_addr(smem), arrived = bar + 8, weights = bar + 128, opitch = 2 * p.l + 64, operand = weights + 4 * run_pitch;
+  const uint32_t row_bytes = kBytes * p.l, run = columns * row_bytes, run_pitch = ((run + 127) & ~127u) + 32 * kBytes;
+  const uint32_t bar = smem_addr(smem), arrived = bar + 8, weights = bar + 128, operand = weights + 4 * run_pitch;
   const uint32_t rank = ONE ? 0 : cluster_rank();
   __shared__ float sums[2][MOST][kUpTiles * 16];
-  __shared__ float squares[4 * MOST];  // of several rows
+  __shared__ float squares[4 * MOST];
 
   STAMP_BEGIN(130 + FP8)
   if (threadIdx.x == 0) {
@@ -499,21 +544,40 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
   const uint32_t of = threadIdx.x / (kUpTiles * 16), place = threadIdx.x % (kUpTiles * 16), own = place % 4;
   const bool mine = place / 4 < columns && of < p.r;
   const uint64_t row = (uint64_t)own * p.h + first + place / 4;
-  uint32_t norm_bits = 0;
-  uint32_t scale_bits = 0;
+  uint32_t norm_bits = 0, scale_bits = 0;
   if (mine) {
     norm_bits = __ldg((const uint16_t*)p.norm + row);
     if (FP8) scale_bits = scale_word(p.up_scale, p.scale_f32, row);
   }
+  if (p.l < kUpRank)
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < 2 * p.r * (kUpRank / 8); i += kUpThreads)
+      if (i % (kUpRank / 8) * 8 >= p.l) sts128(operand + i / (kUpRank / 8) * kUpPitch + i % (kUpRank / 8) * 16, make_uint4(0, 0, 0, 0));
   // Thread 4 u + s adds values 4 u + s of the streams' partial sums, of which it loads those of stream s.
   const uint32_t u = threadIdx.x / 4, s = threadIdx.x % 4, width = p.l + 4;
-  const float *parts = p.partial + ((uint64_t)rank * 8 + 2 * s) * width + 4 * u, *all = p.square + 2 * (ONE ? s : lane);
+  const bool quarters = MOST == 8 || MOST == 4 && p.r > 2;  // of the sums' k
+  const float *parts = p.partial + ((uint64_t)rank * 4 + s) * (quarters ? 4 : 2) * width + 4 * u, *all = p.square + (quarters ? 4 : 2) * (ONE ? s : lane);
   const bf16* xs = p.x + (uint64_t)of * 4 * p.h + row;
+  const bf16* out = p.mix + (uint64_t)of * p.h + first + place / 4;
   // the warp's rows of the tile: column g / 4 and two more, stream g % 4
   const uint32_t tile = warp / 2, column = tile * 4 + g / 4;
-  const uint32_t lo_at = weights + g % 4 * run_pitch + (column < columns ? column : 0) * row_bytes;
-  Rows<FP8> rows(lo_at, lo_at + (column + 2 < columns ? 2 * row_bytes : 0), warp % 2 * kChunks * 32, p.l);
-  made(parts), made(all), made(xs), made(rows.lo_at), made(rows.hi_at);
+  const uint32_t k = warp % 2 * kChunks * 32 + t * 8, first_k = min(k, p.l - 8), room = p.l - 8 - first_k;
+  const uint32_t lo_at = weights + g % 4 * run_pitch + (column < columns ? column : 0) * row_bytes + first_k * kBytes;
+  uint32_t at[kChunks], hi = column + 2 < columns ? 2 * row_bytes : 0, from[kPasses];
+#pragma unroll
+  for (int c = 0; c < kChunks; c++) {
+    at[c] = lo_at + min(c * 32u, room) * kBytes;
+    if (!ONE) made(at[c]);
+  }
+#pragma unroll
+  for (uint32_t j = 0; j < kPasses; j++) from[j] = operand + (8 * j + g < 2 * p.r ? 8 * j + g : 0) * kUpPitch + k * 2, made(from[j]);
+  uint32_t sum_to = smem_addr(&sums[warp % 2][t][tile * 16 + g]), sum_from = smem_addr(&sums[0][of][place]), low_to = operand + 2 * (4 * u + s);
+  // a BF16 scale is one half of its word
+  uint32_t half = FP8 && !p.scale_f32 && !((uint64_t)p.up_scale + 2 * row & 2) ? 16 : 0, half_mask = FP8 && !p.scale_f32 ? 0xffff0000u : ~0u;
+  float per_h;
+  asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(per_h) : "f"((float)p.h));
+  made(parts), made(all), made(xs);
+  if (!ONE) made(out), made(hi), made(sum_to), made(sum_from), made(low_to), made(half), made(half_mask);
   if (p.trigger == 0) pdl_trigger();
   if (!ONE) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
   STAMP(1)
@@ -522,54 +586,60 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
   STAMP(2)
 
   const bool inject = 4 * u >= p.l;
-  const float per_h = __fdividef(1.0f, (float)p.h);
   // The row whose operand this block makes.
   const bool makes = ONE || rank < p.r;
-  uint4 part[2] = {};  // of either half
-  uint2 square = make_uint2(0, 0);
-  float own_square = 0;
+  uint4 part[4] = {}, square = make_uint4(0, 0, 0, 0);
   uint32_t own_x[kPasses] = {};
-  if (makes) {
-    if (4 * u < width) part[0] = ldg_l2(parts), part[1] = ldg_l2(parts + width);
-    if (ONE) square = ldg_l2_64(all);
+  // One place in L2 answers one warp at a time: what all blocks read, only one of a block's warps asks for.
+  const bool asks = ONE || warp == kUpThreads / 32 - 1 && lane < 4 * p.r;
+  if (asks) {
+    const uint2 v = ldg_l2_64(all);
+    square.x = v.x, square.y = v.y;
+    if (quarters) {
+      const uint2 w = ldg_l2_64(all + 2);
+      square.z = w.x, square.w = w.y;
+    }
   }
-  if (!ONE && warp == kUpThreads / 32 - 1 && lane < 4 * p.r) squares[lane] = both(ldg_l2_64(all));
+  if (makes && 4 * u < width)
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++)
+      if (i < 2 || quarters) part[i] = ldg_l2(parts + i * width);
 #pragma unroll
   for (uint32_t j = 0; j < kPasses; j++)
-    if (mine && of + 4 * j < p.r) {
-      own_x[j] = ldg_l2_u16(xs + j * 16 * p.h);
-    }
+    if (mine && of + 4 * j < p.r) own_x[j] = ldg_l2_u16(xs + j * 16 * p.h);
+  looked_at(norm_bits), looked_at(scale_bits);
+  const float norm = 1.0f + __uint_as_float(norm_bits << 16), scale = FP8 ? __uint_as_float(scale_bits << half & half_mask) : 1.0f;
   mbar_wait(bar, 0);
-  uint4 lo[kChunks], hi[kChunks];
+  uint4 lo[kChunks], up[kChunks];  // rows g and g + 8
+  auto read = [&](int c) { lo[c] = eight_weights<FP8>(at[c]), up[c] = eight_weights<FP8>(at[c] + hi); };
   if (ONE)
 #pragma unroll
-    for (int c = 0; c < kChunks; c++) rows.read(c, lo[c], hi[c]);
-  if (!ONE) __syncthreads();
+    for (int c = 0; c < kChunks; c++) read(c);
+  const float sum_of_squares = whole(quarters, square.x, square.y, square.z, square.w);
+  if (!ONE) {
+    if (asks) squares[lane] = sum_of_squares;
+    __syncthreads();
+  }
   if (makes) {
-    own_square = ONE ? both(square) : squares[4 * rank + s];
-    const float f = rsqrtf(fmaf(own_square, per_h, kEps));
+    const float f = rsqrt_fast(fmaf(ONE ? sum_of_squares : squares[4 * rank + s], per_h, kEps));
     float v[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) v[i] = both(make_uint2((&part[0].x)[i], (&part[1].x)[i]));
+    for (int i = 0; i < 4; i++) v[i] = whole(quarters, (&part[0].x)[i], (&part[1].x)[i], (&part[2].x)[i], (&part[3].x)[i]);
     float a = s & 1 ? v[1] : v[0], b = s & 1 ? v[3] : v[2];
     a = fmaf(f, a, __shfl_xor_sync(~0u, f * (s & 1 ? v[0] : v[1]), 1));
     b = fmaf(f, b, __shfl_xor_sync(~0u, f * (s & 1 ? v[2] : v[3]), 1));
     float d = s & 2 ? b : a;
     d = 0.25f * (d + __shfl_xor_sync(~0u, s & 2 ? a : b, 2));
-    const float e = sigmoid(d);
+    const float e = sigmoid_fast(d);
     const float exact = d * e, low = FP8 && exact > 65504.0f ? 65504.0f : exact, high = rounded<FP8>(low);
     if (ONE) {
-      if (!inject) {
-        uint16_t* to = (uint16_t*)(smem + (operand - bar)) + 4 * u + s;
-        to[0] = (uint16_t)pack_pair<FP8>(low, 0);
-        to[opitch / 2] = (uint16_t)pack_pair<FP8>(low - high, 0);
-      }
+      if (!inject) sts16(low_to, pack_pair<FP8>(low, 0)), sts16(low_to + kUpPitch, pack_pair<FP8>(low - high, 0));
     } else {
       // even threads send the high parts of two values, odd ones the low parts
       const float other = __shfl_xor_sync(~0u, s & 1 ? low : low - high, 1);
       if (!inject) {
         const uint32_t word = s & 1 ? pack_pair<FP8>(other, low - high) : pack_pair<FP8>(low, other);
-        const uint32_t to = operand + (2 * rank + (s & 1)) * opitch + (4 * u + (s & 2)) * 2;
+        const uint32_t to = operand + (2 * rank + (s & 1)) * kUpPitch + (4 * u + (s & 2)) * 2;
 #pragma unroll
         for (uint32_t i = 0; i < MOST; i++) send(in_block(to, i), word, in_block(arrived, i));
       }
@@ -577,33 +647,28 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
     if (inject && 4 * u < width && p.inject && blockIdx.x / MOST == 0) p.inject[rank * 4 + s] = 2.0f * e;
   }
   if (p.trigger == 1) pdl_trigger();
-  looked_at(norm_bits), looked_at(scale_bits);
 #pragma unroll
   for (uint32_t j = 0; j < kPasses; j++) looked_at(own_x[j]);
-  const float norm = 1.0f + __uint_as_float(norm_bits << 16), scale = FP8 ? scale_value(scale_bits, p.up_scale, p.scale_f32, row) : 1.0f;
   STAMP(3)
   if (ONE)
     __syncthreads();
   else
     mbar_wait_cluster(arrived, 0);
   STAMP(4)
+  constexpr uint32_t kStep = 4 * 16 * kUpTiles, kOther = kStep * MOST;  // bytes from a row's sums to the next, and to those of the other half of K
   if (tile * 4 < columns) {
     float a[kPasses][4] = {}, b[kPasses][4] = {};
 #pragma unroll
     for (int c = 0; c < kChunks; c++) {
-      if (!ONE) rows.read(c, lo[c], hi[c]);
+      if (!ONE) read(c);
 #pragma unroll
-      for (uint32_t j = 0; j < kPasses; j++)
-        if (4 * j < p.r) {
-          const uint4 v = rows.operand(c, operand + (8 * j + g < 2 * p.r ? 8 * j + g : 0) * opitch);
-          multiply_chunk<FP8>(a[j], b[j], lo[c], hi[c], v);
-        }
+      for (uint32_t j = 0; j < kPasses; j++) multiply_chunk<FP8>(a[j], b[j], lo[c], up[c], lds128(from[j] + c * 64));
     }
 #pragma unroll
     for (uint32_t j = 0; j < kPasses; j++)
       if (4 * j + t < MOST) {
-        float* to = &sums[warp % 2][4 * j + t][tile * 16 + g];
-        to[0] = (a[j][0] + b[j][0]) + (a[j][1] + b[j][1]), to[8] = (a[j][2] + b[j][2]) + (a[j][3] + b[j][3]);
+        sts32(sum_to + 4 * j * kStep, (a[j][0] + b[j][0]) + (a[j][1] + b[j][1]));
+        sts32(sum_to + 4 * j * kStep + 32, (a[j][2] + b[j][2]) + (a[j][3] + b[j][3]));
       }
   }
   __syncthreads();
@@ -611,12 +676,12 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
   for (uint32_t j = 0; j < kPasses; j++) {
     const uint32_t r = of + 4 * j;
     if (r >= p.r) break;  // whole warps
-    const float sum = mine ? sums[0][r][place] + sums[1][r][place] : 0.0f;
-    const float normed = rsqrtf(fmaf(ONE ? own_square : squares[mine ? 4 * r + own : 0], per_h, kEps)) * __uint_as_float(own_x[j] << 16) * norm;
-    float v = __fmul_rn(sigmoid(scale * sum), normed);
+    const float sum = __uint_as_float(lds32(sum_from + 4 * j * kStep)) + __uint_as_float(lds32(sum_from + 4 * j * kStep + kOther));
+    const float normed = rsqrt_fast(fmaf(ONE ? sum_of_squares : squares[4 * r + own], per_h, kEps)) * __uint_as_float(own_x[j] << 16) * norm;
+    float v = __fmul_rn(sigmoid_fast(scale * sum), normed);
     v += __shfl_xor_sync(~0u, v, 1);
     v += __shfl_xor_sync(~0u, v, 2);
-    if (mine && own == 0) p.mix[(uint64_t)r * p.h + first + place / 4] = __float2bfloat16_rn(0.25f * v);
+    if (mine && own == 0) ((bf16*)out)[j * 4 * p.h] = __float2bfloat16_rn(0.25f * v);
   }
   STAMP(5)
 }
@@ -628,7 +693,12 @@ CLUSTER(hc_up_mix_few_bf16, 4)
 CLUSTER(hc_up_mix_few_e4m3, 4)
 CLUSTER(hc_up_mix_rows_bf16, 8)
 CLUSTER(hc_up_mix_rows_e4m3, 8)
-NINFER_KERNEL(hc_up_mix_few_bf16, HcUpParams, kUpThreads, 2) { up_columns<false, 4>(p); }
-NINFER_KERNEL(hc_up_mix_few_e4m3, HcUpParams, kUpThreads, 2) { up_columns<true, 4>(p); }
-NINFER_KERNEL(hc_up_mix_rows_bf16, HcUpParams, kUpThreads, 2) { up_columns<false, 8>(p); }
-NINFER_KERNEL(hc_up_mix_rows_e4m3, HcUpParams, kUpThreads, 2) { up_columns<true, 8>(p); }
+// Registers here too: with 48 two blocks fit beside one of hc_down.
+#pragma push_macro("NINFER_KERNEL")
+#undef NINFER_KERNEL
+#define NINFER_KERNEL(name, Params, threads, registers) extern "C" __global__ void __maxnreg__(registers) name(const __grid_constant__ Params p)
+NINFER_KERNEL(hc_up_mix_few_bf16, HcUpParams, kUpThreads, 56) { up_columns<false, 4>(p); }
+NINFER_KERNEL(hc_up_mix_few_e4m3, HcUpParams, kUpThreads, 48) { up_columns<true, 4>(p); }
+NINFER_KERNEL(hc_up_mix_rows_bf16, HcUpParams, kUpThreads, 72) { up_columns<false, 8>(p); }
+NINFER_KERNEL(hc_up_mix_rows_e4m3, HcUpParams, kUpThreads, 72) { up_columns<true, 8>(p); }
+#pragma pop_macro("NINFER_KERNEL")

@@ -56,8 +56,8 @@ struct HcDownParams {
   const void* down_scale;        // [L] or null
   const __nv_bfloat16* inj_w;    // [4][4H], or null (mixers)
   __nv_bfloat16* x_out;          // [R][4][H] streams after injection; never x itself
-  float* partial;                // [R][4][2][L+4], of both halves of a stream
-  float* square;                 // [R][4][2] sums of squares of the new streams
+  float* partial;                // [R][4][2][L+4], of both halves of a stream; with three rows and more [R][4][4][L+4], of its quarters
+  float* square;                 // [R][4][2] or [R][4][4] sums of squares of the new streams
   uint32_t r, h, l, groups;      // groups of rows; grid = 8 * (groups + 1)
   uint32_t scale_f32;
   uint32_t trigger;              // the next kernel may start: 0 at once, 1 when the activations have been read, 2 after the wait
@@ -66,8 +66,8 @@ struct HcDownParams {
 struct HcUpParams {
   const __nv_bfloat16* x;        // [R][4][H] the new streams
   const __nv_bfloat16* norm;     // [4][H]
-  const float* partial;          // [R][4][2][L+4]
-  const float* square;           // [R][4][2]
+  const float* partial;          // of hc_down
+  const float* square;
   const void* up;                // [4H][L]
   const void* up_scale;          // [4H] or null
   __nv_bfloat16* mix;            // [R][H]

@@ -271,18 +271,21 @@ func rowsOf(parts []Part) (n uint64) {
 
 // Sizes of the kernels that keep their weights in shared memory: hyper.cu, router.cu.
 const (
-	maxHidden   = 2560 // H
-	maxRank     = 320
-	downRows    = 32   // rows of a block of hc_down: two tiles of the tensor instruction
-	downPart    = 1280 // k of such a block: half of a stream's
-	hyperWarps  = 10   // of such a block
-	downCell    = 320  // bytes of its shared memory for a warp's k of an activation row
-	downStatic  = 3072 // bytes of its shared memory that are not in the plan, at most
-	downSums    = 9216 // and with BF16 weights of several rows
-	upColumns   = 24   // columns of a block of hc_up_mix
-	upFew       = 4    // blocks that share the work before the product, with two to four rows
-	upCluster   = 8    // the same with more
-	routerUnits = 7    // pairs of rows of a block of the router
+	maxHidden  = 2560 // H
+	maxRank    = 320
+	downRows   = 32   // weight rows of a warp of hc_down: two tiles of the tensor instruction
+	downSlice  = 128  // k of such a warp
+	hyperWarps = 10   // of a block
+	downTwo    = 2    // rows up to which its warps have a slice of k each; with more two share one
+	downCell   = 320  // bytes of its shared memory for a slice of an activation row
+	downStatic = 3072 // bytes of its shared memory that are not in the plan, at most
+	downSums   = 9216 // and with BF16 weights of several rows
+	// HyperParts is how many sums hc_down makes of a row for each of its results, at most, and its squares.
+	HyperParts  = 16
+	upColumns   = 24 // columns of a block of hc_up_mix
+	upFew       = 4  // blocks that share the work before the product, with two to four rows
+	upCluster   = 8  // the same with more
+	routerUnits = 7  // pairs of rows of a block of the router
 )
 
 // weightPitch is the bytes from a row of the router's weights in shared memory to the next, operandPitch the same for a tensor operand.
@@ -301,31 +304,38 @@ func (l Limits) HcDown(fp8 bool, r, h, low uint32) (Plan, HcDownParams, error) {
 	if r < 1 || r > MaxRows || h < 32 || h%16 != 0 || h > maxHidden || low == 0 || low%16 != 0 || low > maxRank {
 		return Plan{}, p, fmt.Errorf("cuda: no hyper-connection plan for %d rows of %d, rank %d", r, h, low)
 	}
-	// One block a half of a stream more makes the injection rows. Fewer blocks of more rows read the activations less often, but take longer to get 16-bit weights.
-	p.Groups = (low + downRows - 1) / downRows
-	if most := l.SMs/8 - 1; !fp8 && (r == 1 || r > upFew) {
+	// A block has half of a stream's k, or a quarter of twice as many weight rows; one a part more makes the injection rows. Fewer blocks of more rows read the
+	// activations less often, but take longer to get 16-bit weights.
+	teams := uint32(1)
+	if r > downTwo {
+		teams = 2
+	}
+	parts, slices := 8*teams, hyperWarps/teams
+	p.Groups = (low + teams*downRows - 1) / (teams * downRows)
+	if most := l.SMs/parts - 1; !fp8 && r != downTwo {
 		p.Groups = max(p.Groups, min(low, most))
 	} else if 2*p.Groups <= most {
 		p.Groups *= 2
 	}
 	rows := (low + p.Groups - 1) / p.Groups
-	p.Trigger = 2
-	// the weights, and cells for each warp; of E4M3 the sums need room behind the inject rows, which are BF16
-	const half, whole = downPart + 32, 2*downPart + 64
-	plan := Plan{Kernel: []ID{HcDownBf16, HcDownTwoBf16, HcDownRowsBf16}[min(r, 3)-1], Grid: 8 * (p.Groups + 1)}
-	both := uint32(hyperWarps * (2*r*downCell + 64))
+	if r > upFew {
+		p.Trigger = 2 // at once it is 40 us a step slower: hc_up_mix's weights delay the activations
+	}
+	// the weights, and cells for each slice; of E4M3 the sums need room behind the inject rows, which are BF16
+	half, whole := slices*downSlice+32, 2*slices*downSlice+64
+	plan := Plan{Kernel: []ID{HcDownBf16, HcDownTwoBf16, HcDownRowsBf16}[min(r, 3)-1], Grid: parts * (p.Groups + 1)}
+	both := slices * (2*r*downCell + 64)
 	plan.Shared = 128 + max(rows, 4)*whole + both
 	if fp8 {
-		const sums = 4*whole + hyperWarps*MaxRows*36*4
-		cells := both
-		if r <= 2 {
-			cells = hyperWarps * r * downCell
+		sums, cells := 4*whole, slices*r*downCell
+		if r > downTwo {
+			sums, cells = sums+slices*MaxRows*(teams*downRows+4)*4, both
 		}
 		plan.Kernel = []ID{HcDownE4m3, HcDownTwoE4m3, HcDownRowsE4m3}[min(r, 3)-1]
 		plan.Shared = 128 + max(max(rows*half, sums)+cells, sums+both)
 	}
-	// Where the kernel before ends early on an SM, two blocks must not come to stand there; with few rows of E4M3 it gains more beside that kernel.
-	if r > upFew || r > 1 && !fp8 {
+	// Where the kernel before ends early on an SM, two blocks must not come to stand there; with few rows it gains more beside that kernel.
+	if r > upFew || r > downTwo && !fp8 {
 		plan.Shared = max(plan.Shared, l.Half()+128)
 	}
 	static := uint32(downStatic)
@@ -358,10 +368,11 @@ func (l Limits) HcUp(fp8 bool, r, h, low uint32) (Plan, HcUpParams, error) {
 		if fp8 {
 			plan.Kernel = kernels[1]
 		}
-		plan.Grid = max(min(l.SMs, h)/n, (h+n*upColumns-1)/(n*upColumns)) * n
+		// As few as can be, since a GPU does not hold as many blocks in clusters as it has SMs: the last would start when others are over.
+		plan.Grid = (h + n*upColumns - 1) / (n * upColumns) * n
 	}
 	run := (h + plan.Grid - 1) / plan.Grid * bytes
-	plan.Shared = 128 + 4*((run+127)/128*128+64) + 2*r*operandPitch(low)
+	plan.Shared = 128 + 4*((run+127)/128*128+64) + 2*r*operandPitch(maxRank)
 	if r == 1 { // hc_down leaves SMs empty, where two blocks must not come to stand
 		plan.Shared = max(plan.Shared, l.Half()+128)
 	}

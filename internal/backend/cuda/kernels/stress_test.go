@@ -33,7 +33,7 @@ func newChain(g *gpu, rng *rand.Rand, r, h, low, experts, topk, inner, layers in
 	first := g.Upload(xw)
 	inject := [2]driver.Ptr{g.Upload(make([]float32, 4*r)), g.Poisoned(16 * r)}
 	y, mix := g.Upload(make([]uint16, r*h)), g.Poisoned(2*r*h)
-	partial, square := g.Poisoned(32*r*(low+4)), g.Poisoned(32*r)
+	partial, square := g.Poisoned(4*HyperParts*r*(low+4)), g.Poisoned(4*HyperParts*r)
 	wide := g.Poisoned(2 * r * (h + 48))
 	logits, hs, sl, hid := g.Poisoned(4*r*experts), g.Poisoned(2*r*inner), g.Poisoned(4*r), g.Poisoned(2*r*topk*inner)
 	R, H, L, E, K, I := uint32(r), uint32(h), uint32(low), uint32(experts), uint32(topk), uint32(inner)
