@@ -130,10 +130,11 @@ func (t *table) ready(number uint32) {
 // slow is how long a row takes at least that is not in the page cache.
 const slow = 20 * time.Microsecond
 
-// rows copies rows of a table: those of one token here, as long as all are in memory. With more, and with what follows a row that was not, others help:
-// they take tens of microseconds to wake, so that this goroutine begins, and does not wait for who comes too late.
+// rows copies rows of a table: those of one token here, as long as all are in memory. With more some help, and with what follows a row that was not all
+// that can: they take tens of microseconds to wake, so that this goroutine begins, and does not wait for who comes too late. In memory a row is a fault
+// of the page table, and faults of many threads at once wait for each other.
 func (d *Device) rows(t *backend.Table, ids []int64, dst []byte) error {
-	const few = 16
+	const few, each = 16, 32 // rows that one copies itself, and that one more helps with
 	d.gathered.Add(uint64(len(ids)))
 	one := func(i int) (missed bool, err error) {
 		start := time.Now()
@@ -158,19 +159,33 @@ func (d *Device) rows(t *backend.Table, ids []int64, dst []byte) error {
 	}
 	var next, done atomic.Int64
 	var failed atomic.Pointer[error]
+	var all atomic.Bool // that may help have been asked to
 	over := make(chan struct{})
-	help := func() {
+	var help func()
+	ask := func(n int) {
+		for range min(n, int(rest)-1, runtime.GOMAXPROCS(0)-1) {
+			go help()
+		}
+	}
+	help = func() {
 		for i := next.Add(1); i <= rest; i = next.Add(1) {
-			if _, err := one(first + int(i) - 1); err != nil {
+			missed, err := one(first + int(i) - 1)
+			if err != nil {
 				failed.Store(&err)
 			}
 			if done.Add(1) == rest {
 				close(over)
 			}
+			if missed && next.Load() < rest && all.CompareAndSwap(false, true) {
+				ask(int(rest))
+			}
 		}
 	}
-	for range min(int(rest)-1, runtime.GOMAXPROCS(0)-1) {
-		go help()
+	if len(ids) <= few {
+		all.Store(true)
+		ask(int(rest))
+	} else {
+		ask(int(rest) / each)
 	}
 	help()
 	for range 1 << 14 { // others are at their last row, and to be woken takes longer
