@@ -91,9 +91,9 @@ func (p *pass) tunedGemv(x driver.Ptr, ld, rows int, parts []plain.Part) (ok boo
 	return true, tunedRun(p, plan, &g)
 }
 
-// aheadBytes is what is brought into L2 of each block's share of the next matrix, and of one in 8 bits with more than four rows. What the next kernels
-// read waits behind it.
-const aheadBytes, aheadRows = 64 << 10, 32 << 10
+// aheadBytes is what is brought into L2 of each block's share of the next matrix, aheadRows that of one in 8 bits with more than four rows: what the
+// next kernels read waits behind it.
+const aheadBytes, aheadRows = 48 << 10, 32 << 10
 
 // inputs notes the matrices that a mixer's input is multiplied with first: those of the mixture before may bring some of them into L2.
 func (s *step) inputs(parts []plain.Part) { s.ahead = append(s.ahead, parts) }

@@ -24,8 +24,12 @@ static constexpr uint32_t kMine = 32 * kChunks, kMost = kWarps * kMine;  // k of
 NINFER_DEVICE void copy_activations(uint32_t dst, const bf16* src, uint32_t bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
 }
-// A word of four bytes, in the same groups.
-NINFER_DEVICE void copy_word(uint32_t dst, uint64_t src) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory"); }
+// A word, if yes, into its register, in which nothing is made of it here.
+NINFER_DEVICE void load_word(bool yes, uint32_t& v, uint64_t at) {
+  asm volatile("{.reg .pred q; setp.ne.u32 q, %2, 0; @q ld.global.nc.u32 %0, [%1];}" : "+r"(v) : "l"(at), "r"((uint32_t)yes));
+}
+NINFER_DEVICE void store(uint64_t at, float v) { asm volatile("st.global.f32 [%0], %1;" ::"l"(at), "f"(v) : "memory"); }
+NINFER_DEVICE void store(uint64_t at, uint16_t v) { asm volatile("st.global.u16 [%0], %1;" ::"l"(at), "h"(v) : "memory"); }
 // Something that is to be in registers here, not to be made where it is used.
 template <typename T>
 NINFER_DEVICE void made(const T*& p) {
@@ -64,7 +68,6 @@ NINFER_DEVICE void router_rows(const RouterParams& p) {
   const uint32_t each = p.reserved >> 16, more = p.reserved & 0xffff, unit0 = blockIdx.x * each + min(blockIdx.x, more), n = each + (blockIdx.x < more);
   const bool last = blockIdx.x == gridDim.x - 1;
   __shared__ float sums[kWarps][8][20];  // of a warp's k; 16 are used
-  __shared__ uint32_t scales[16];        // the words that row scales are in
 
   // The weights of tile row i and its scale's row; false if there is none.
   auto row_of = [&](uint32_t i, const void*& w, const void*& scale, uint32_t& row) -> bool {
@@ -99,11 +102,21 @@ NINFER_DEVICE void router_rows(const RouterParams& p) {
     mbar_expect(bar, copied);
     if (copied) bulk_load(into, source, copied, bar, policy_evict_first());
   }
-  if (FP8 && threadIdx.x < 16) {
+  // In the end thread 16 r + i has tile row i of activation row r: its scale as stored (the word that it is in), and where its result goes, or nothing.
+  const uint32_t of = threadIdx.x / 16, i = threadIdx.x % 16, u = unit0 + i / 2;
+  uint32_t word = 0x3f80, high = 0;  // 1
+  uint64_t out;
+  {
     const void *w, *scale;
     uint32_t row;
-    if (row_of(threadIdx.x, w, scale, row)) copy_word(smem_addr(scales + threadIdx.x), ((uint64_t)scale + (p.scale_f32 ? 4 * row : 2 * row)) & ~(uint64_t)3);
+    const bool have = row_of(i, w, scale, row);
+    if (FP8) load_word(have && warp < 4, word, ((uint64_t)scale + (p.scale_f32 ? 4 * row : 2 * row)) & ~(uint64_t)3);
+    high = !have ? 0 : p.scale_f32 ? 2 : row % 2;
+    out = u < routing ? (uint64_t)(p.logits + of * p.experts + row) : (uint64_t)(p.hidden + (uint64_t)of * p.inner + row);
+    if (!have) out = last && i == 15 ? (uint64_t)(p.shared_logit + of) : 0;
+    if (of >= p.r || have && u >= routing && i % 2) out = 0;
   }
+  const bool hides = u >= routing && i != 15;
   // In a chunk lane (g, t) = (lane / 4, lane % 4) has k = 8 t .. of rows g and g + 8 as the first operand of the tensor instruction and of activation row g as the
   // second: a dot product does not care about the order of k. Nothing here branches: where a row is missing another is read, whose sums nobody reads; where
   // k ends the activations are zero.
@@ -130,7 +143,8 @@ NINFER_DEVICE void router_rows(const RouterParams& p) {
   const uint32_t k8 = k0 + 8 * lane;
   uint32_t to = operand + 2 * k8, size = k8 < p.k ? 16 : 0, copies = lane < kMine / 8 ? p.r : 0;
   const bf16* from = p.x + (k8 < p.k ? k8 : 0);
-  made(x_at), made(to), made(size), made(copies), made(from);
+  made(x_at), made(to), made(size), made(copies), made(from), made(high);
+  asm volatile("" : "+l"(out));
   if (p.trigger == 0) pdl_trigger();
   STAMP(1)
   pdl_wait();
@@ -154,22 +168,20 @@ NINFER_DEVICE void router_rows(const RouterParams& p) {
   __syncwarp();
   if (p.trigger == 1) pdl_trigger();
   STAMP(4)
-  float a[4] = {0, 0, 0, 0}, b[4] = {0, 0, 0, 0};  // two sums, which shorten the chain
+  float a[2][4] = {};  // two sums, which shorten the chain
 #pragma unroll
   for (int c = 0; c < kChunks; c++) {
     const uint4 x = lds128(x_at + 64 * c);
-    mma_bf16(a, w[2 * c][0], w[2 * c][1], w[2 * c][2], w[2 * c][3], x.x, x.y);
-    mma_bf16(b, w[2 * c + 1][0], w[2 * c + 1][1], w[2 * c + 1][2], w[2 * c + 1][3], x.z, x.w);
+    mma_bf16(a[0], w[2 * c][0], w[2 * c][1], w[2 * c][2], w[2 * c][3], x.x, x.y);
+    mma_bf16(a[1], w[2 * c + 1][0], w[2 * c + 1][1], w[2 * c + 1][2], w[2 * c + 1][3], x.z, x.w);
   }
 #pragma unroll
   for (uint32_t i = 0; i < 2; i++)
-    if (2 * t + i < p.r) sums[warp][2 * t + i][g] = a[i] + b[i], sums[warp][2 * t + i][g + 8] = a[i + 2] + b[i + 2];
+    if (2 * t + i < p.r) sums[warp][2 * t + i][g] = a[0][i] + a[1][i], sums[warp][2 * t + i][g + 8] = a[0][i + 2] + a[1][i + 2];
   STAMP(5)
   __syncthreads();
   STAMP(6)
-  // Thread 16 r + i has tile row i of activation row r.
-  const uint32_t of = threadIdx.x / 16, i = threadIdx.x % 16, u = unit0 + i / 2;
-  if (of >= (p.r + 1 & ~1u)) return;  // whole warps
+  if (2 * warp >= p.r) return;
   float s[kWarps];
 #pragma unroll
   for (int j = 0; j < kWarps; j++) s[j] = sums[j][of][i];
@@ -178,21 +190,16 @@ NINFER_DEVICE void router_rows(const RouterParams& p) {
 #pragma unroll
     for (int j = 0; j < kWarps; j += 2 * d) s[j] += s[j + d];
   float v = s[0];
-  if (FP8 && i / 2 < n) {
-    const uint32_t word = scales[i], odd = u < routing ? i % 2 : (u - routing) % 2;
-    v *= __uint_as_float(p.scale_f32 ? word : odd ? word & 0xffff0000u : word << 16);
+  if (FP8) {
+    made(word);
+    v *= __uint_as_float(high == 0 ? word << 16 : high == 1 ? word & 0xffff0000u : word);
   }
   const float second = __shfl_down_sync(~0u, v, 1);
-  if (of >= p.r) return;
-  if (last && i == 15) p.shared_logit[of] = v;
-  if (i % 2 == 0 && i / 2 < n) {
-    if (u < routing) {
-      p.logits[of * p.experts + 2 * u] = v;
-      if (2 * u + 1 < p.experts) p.logits[of * p.experts + 2 * u + 1] = second;
-    } else {
-      p.hidden[(uint64_t)of * p.inner + u - routing] = __float2bfloat16_rn(silu(v) * second);
-    }
-  }
+  if (!out) return;
+  if (hides)
+    store(out, __bfloat16_as_ushort(__float2bfloat16_rn(silu(v) * second)));
+  else
+    store(out, v);
   STAMP(7)
 }
 
