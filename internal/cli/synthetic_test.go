@@ -134,7 +134,7 @@ func launches(t *testing.T, l *loaded, card drivertest.Card, small bool) {
 	}
 	_, err := r.Prompt(backend.LaneRows{Tokens: make([]int32, 512)})
 	must(err)
-	none("a prompt", "gemv", "hc_down", "hc_up", "expert_gate_up", "expert_up", "delta", "delta_quarters", "delta_rows", "attend", "attend_units", "attend_pairs",
+	none("a prompt", "gemv", "hc_down", "hc_up", "expert_gate_up", "expert_up", "delta", "delta_quarters", "delta_rows", "attend", "attend_pairs",
 		"project_bf16_deep", "project_e4m3", "project_bf16_rows", "project_whole", "project_whole_rows")
 	// 48 layers, every fourth with attention; two hyper-connections a layer and one behind; the drafter has a pass of its own
 	attend := "attend_wide"

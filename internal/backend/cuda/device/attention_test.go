@@ -14,7 +14,7 @@ import (
 )
 
 // Attention of rows over lists of tokens, with as many heads as the official model has: results are those of float64, and a row has the same
-// bits beside any number of others, by units and by pairs.
+// bits beside any number of others.
 func TestAttended(t *testing.T) {
 	d := open(t, device.Options{})
 	defer d.Close()
@@ -85,37 +85,35 @@ func TestAttended(t *testing.T) {
 			return out
 		}
 		var alone [most][]byte
-		for _, pairs := range []bool{false, true} {
-			for a.Rows = 1; a.Rows <= most; a.Rows++ {
-				for first := 0; first+a.Rows <= most; first++ {
-					if a.Rows > 1 && first > 1 {
-						break
-					}
-					name := fmt.Sprintf("fp8 %v, pairs %v, rows %d to %d", fp8, pairs, first, first+a.Rows)
-					a.Q, a.Gates = q[first*heads*512:], gates[first*heads*1024:]
-					a.List, a.Count = lists[first*ld:], counts[first:]
-					out, err := d.Attended(a, pairs)
-					if err != nil {
-						t.Fatalf("%s: %v", name, err)
-					}
-					for i := range a.Rows {
-						row := out[i*heads*512 : (i+1)*heads*512]
-						if alone[first+i] != nil {
-							if !bytes.Equal(row, alone[first+i]) {
-								t.Errorf("%s: row %d has other bits than before", name, first+i)
-							}
-							continue
+		for a.Rows = 1; a.Rows <= most; a.Rows++ {
+			for first := 0; first+a.Rows <= most; first++ {
+				if a.Rows > 1 && first > 1 {
+					break
+				}
+				name := fmt.Sprintf("fp8 %v, rows %d to %d", fp8, first, first+a.Rows)
+				a.Q, a.Gates = q[first*heads*512:], gates[first*heads*1024:]
+				a.List, a.Count = lists[first*ld:], counts[first:]
+				out, err := d.Attended(a)
+				if err != nil {
+					t.Fatalf("%s: %v", name, err)
+				}
+				for i := range a.Rows {
+					row := out[i*heads*512 : (i+1)*heads*512]
+					if alone[first+i] != nil {
+						if !bytes.Equal(row, alone[first+i]) {
+							t.Errorf("%s: row %d has other bits than before", name, first+i)
 						}
-						alone[first+i] = row
-						for head := 0; head < heads; head += 5 {
-							var off, all float64
-							for c, w := range want(first+i, head) {
-								got := ofBF16(binary.LittleEndian.Uint16(row[2*(head*256+c):]))
-								off, all = off+(got-w)*(got-w), all+w*w
-							}
-							if off = math.Sqrt(off / all); !(off < 4e-3) {
-								t.Errorf("%s: head %d of row %d is off by %.1e", name, head, first+i, off)
-							}
+						continue
+					}
+					alone[first+i] = row
+					for head := 0; head < heads; head += 5 {
+						var off, all float64
+						for c, w := range want(first+i, head) {
+							got := ofBF16(binary.LittleEndian.Uint16(row[2*(head*256+c):]))
+							off, all = off+(got-w)*(got-w), all+w*w
+						}
+						if off = math.Sqrt(off / all); !(off < 4e-3) {
+							t.Errorf("%s: head %d of row %d is off by %.1e", name, head, first+i, off)
 						}
 					}
 				}

@@ -176,30 +176,24 @@ type Attention struct {
 }
 
 // Attended is what rows attend to, by a block for each unit of their tokens or for each pair of units.
-func (d *Device) Attended(a Attention, pairs bool) ([]byte, error) {
-	units := tiles(a.Ld, 2*attendUnit) * 2
-	p := kernels.AttendGroupParams{Heads: uint32(a.Heads), Kv: uint32(a.KV), ListLd: uint32(a.Ld), Splits: uint32(units)}
+func (d *Device) Attended(a Attention) ([]byte, error) {
+	pairs := tiles(a.Ld, attendPair)
+	p := kernels.AttendGroupParams{Heads: uint32(a.Heads), Kv: uint32(a.KV), ListLd: uint32(a.Ld), Splits: uint32(2 * pairs)}
 	m := kernels.MergeGroupParams{Heads: p.Heads, Splits: p.Splits}
-	attend, merge, n := kernels.AttendUnits, kernels.MergeUnits, units
+	attend := kernels.AttendPairs
 	if a.KeyScales != nil {
-		attend = kernels.AttendUnitsFp8
-	}
-	if pairs {
-		attend, merge, n = kernels.AttendPairs, kernels.MergePairs, units/2
-		if a.KeyScales != nil {
-			attend = kernels.AttendPairsFp8
-		}
+		attend = kernels.AttendPairsFp8
 	}
 	out := make([]byte, 2*a.Rows*a.Heads*256)
 	err := d.placed("attend", map[*driver.Ptr][]byte{
 		&p.Q: a.Q, &m.Qg: a.Gates, &p.Keys: a.Keys, &p.Values: a.Values, &p.KeyScales: a.KeyScales, &p.ValueScales: a.ValScales, &p.List: bytesIn(a.List),
-		&p.Count: bytesIn(a.Count), &m.Out: out, &p.Partial: bytes.Repeat([]byte{0xff}, 4*a.Rows*a.Heads*units*256), &p.Sums: bytes.Repeat([]byte{0xff}, 8*a.Rows*a.Heads*units),
+		&p.Count: bytesIn(a.Count), &m.Out: out, &p.Partial: bytes.Repeat([]byte{0xff}, 4*a.Rows*a.Heads*pairs*256), &p.Sums: bytes.Repeat([]byte{0xff}, 8*a.Rows*a.Heads*pairs),
 	}, &m.Out, out, func(c *driver.Context) error {
 		m.Partial, m.Sums, m.Count = p.Partial, p.Sums, p.Count
-		if err := d.set.Run(c, d.stream, attend, [3]uint32{p.Kv, uint32(a.Rows), uint32(n)}, 0, &p, true); err != nil {
+		if err := d.set.Run(c, d.stream, attend, [3]uint32{p.Kv, uint32(a.Rows), uint32(pairs)}, 0, &p, true); err != nil {
 			return err
 		}
-		return d.set.Run(c, d.stream, merge, [3]uint32{p.Heads, uint32(a.Rows), 4}, 0, &m, true)
+		return d.set.Run(c, d.stream, kernels.MergePairs, [3]uint32{p.Heads, uint32(a.Rows), 4}, 0, &m, true)
 	})
 	return out, err
 }

@@ -344,11 +344,10 @@ func (s *step) folderDelta(heads int, shared uint32, params kernels.DeltaParams)
 // splits is how many blocks share a row's attention in each head.
 const splits = 24
 
-// Where a block works for all queries of a key head, it has a unit of attendUnit of the tokens that a row attends to, or with several rows a
-// pair of them, for which the merge has half as much to read.
+// Where a block works for all queries of a key head, it has attendPair of the tokens that a row attends to, of which there are mostPairs at most.
 const (
-	attendUnit = 32
-	mostUnits  = 72
+	attendPair = 64
+	mostPairs  = 36
 )
 
 func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error, error) {
@@ -415,18 +414,18 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 	out := part(l.matrix(w.Out), s.bufs[op.Out], w.Out.N, 0, 0)
 	scores := blocks > w.Blocks // some rows choose among their blocks
 	beside := scores && !d.opt.Plain && w.IndexDim == 128 && w.IndexHeads == 4 && w.HeadDim == 256 && w.Rotary.Dim == 64
-	pairs := tiles(longest, 2*attendUnit)
-	grouped := !d.opt.Plain && w.HeadDim == 256 && w.Heads/w.KVHeads <= 16 && 2*pairs <= mostUnits
-	attendUnits, attendPairs := kernels.AttendUnits, kernels.AttendPairs
+	pairs := tiles(longest, attendPair)
+	grouped := !d.opt.Plain && w.HeadDim == 256 && w.Heads/w.KVHeads <= 16 && pairs <= mostPairs
+	attendPairs := kernels.AttendPairs
 	if fp8 {
-		attendUnits, attendPairs = kernels.AttendUnitsFp8, kernels.AttendPairsFp8
+		attendPairs = kernels.AttendPairsFp8
 	}
 	var group kernels.AttendGroupParams
 	var join kernels.MergeGroupParams
 	if grouped {
 		group = kernels.AttendGroupParams{
 			Q: prep.Q, List: choose.List, Count: choose.Count, Heads: prep.Heads, Kv: prep.Kv,
-			ListLd: choose.ListLd, Splits: uint32(2 * pairs), Partial: l.rows("attention units", 8*w.Heads*pairs*256), Sums: l.rows("attention sums", 16*w.Heads*pairs),
+			ListLd: choose.ListLd, Splits: uint32(2 * pairs), Partial: l.rows("attention pairs", 4*w.Heads*pairs*256), Sums: l.rows("attention sums", 8*w.Heads*pairs),
 			Rows: s.rows, Ratio: score.Ratio, Most: score.Most,
 		}
 		join = kernels.MergeGroupParams{
@@ -483,14 +482,10 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 			}
 		}
 		if grouped {
-			attend, merge, n := attendUnits, kernels.MergeUnits, 2*pairs
-			if rows > 1 {
-				attend, merge, n = attendPairs, kernels.MergePairs, pairs
-			}
-			if err := start(p, attend, w.KVHeads, rows, n, 0, &group); err != nil {
+			if err := start(p, attendPairs, w.KVHeads, rows, pairs, 0, &group); err != nil {
 				return err
 			}
-			if err := start(p, merge, w.Heads, rows, 4, 0, &join); err != nil {
+			if err := start(p, kernels.MergePairs, w.Heads, rows, 4, 0, &join); err != nil {
 				return err
 			}
 			return p.attended(join.Out, qw, rows, out)

@@ -1,13 +1,13 @@
 // Attention of few rows over selected tokens, for the shapes of real models: index heads of 128, heads of 256, up to sixteen queries a key.
 //
-//   attend_units   a row's attention for all queries of a key head, 32 tokens a block: tensor instructions, scores and sums in FP32, weights as a
-//                  BF16 part and what that leaves. attend_units_fp8: keys and values are E4M3 with a scale. Grid: key head, row, unit.
-//   attend_pairs   the same, and attend_pairs_fp8, two units a block, one after the other, whose sums it joins. Grid: key head, row, pair.
-//   merge_units    all units of a head, times the output gate; merge_pairs all pairs. Grid: head, row, quarter of the head.
+//   attend_pairs   a row's attention for all queries of a key head, two units of 32 tokens a block, whose sums it joins: tensor instructions, scores and
+//                  sums in FP32, weights as a BF16 part and what that leaves. attend_pairs_fp8: keys and values are E4M3 with a scale. Grid: key head,
+//                  row, pair.
+//   merge_pairs    all pairs of a head, times the output gate. Grid: head, row, quarter of the head.
 //   select_blocks  where the tokens are that a row attends to, ascending: best blocks, ties to the lower, and the tail. Any shape. Grid: segment,
 //                  row.
 //
-// Units are 32 tokens of a row's list, and those of a pair are joined before all else, here or there: company changes nothing.
+// A row's sums depend on its own list only: company changes nothing.
 #include "best.cuh"
 
 // What a kernel reads before its wait: rows, page tables and whatever the kernel before the last has made. The one before this has waited
@@ -256,7 +256,7 @@ NINFER_KERNEL(select_blocks, SelectParams, kSelect, 1) {
   if (t == 0) p.count[r] = taken + tail;
 }
 
-static constexpr int kGroup = 128;
+static constexpr int kGroup = 256;
 static constexpr uint32_t kKeys = 32;            // tokens at a time
 static constexpr uint32_t kPitch = 256 * 2 + 16;  // bytes of a row in shared memory
 
@@ -297,12 +297,14 @@ DEVICE Join join_of(float a, float b) {
 }
 DEVICE float joined(const Join& j, float a, float b) { return fmaf(j.b, b, __fmul_rn(j.a, a)); }
 
-template <bool F8, int UNITS>
-DEVICE void attend_units_for(const AttendGroupParams& p) {
-  __shared__ __align__(16) uint8_t query[16 * kPitch], value[UNITS][kKeys * kPitch], weights[2][16][kKeys * 2 + 16];
-  __shared__ float most[UNITS][4][16], total[UNITS][4][16];
-  const uint32_t kvh = blockIdx.x, r = blockIdx.y, t = threadIdx.x, warp = t / 32, lane = t % 32, g = lane / 4, q4 = lane % 4;
-  const uint32_t group = p.heads / p.kv, begin = blockIdx.z * UNITS * kKeys;
+// Scores and weights of a unit are the work of four warps; of the values every warp has columns of both units.
+template <bool F8>
+DEVICE void attend_pairs_for(const AttendGroupParams& p) {
+  constexpr int kTiles = 4;  // of eight columns, of a warp
+  __shared__ __align__(16) uint8_t query[16 * kPitch], value[2 * kKeys * kPitch], weights[2][2][16][kKeys * 2 + 16];
+  __shared__ float most[2][4][16], total[2][4][16];
+  const uint32_t kvh = blockIdx.x, r = blockIdx.y, t = threadIdx.x, warp = t / 32, lane = t % 32, g = lane / 4, q4 = lane % 4, unit = warp / 4;
+  const uint32_t group = p.heads / p.kv, begin = blockIdx.z * 2 * kKeys;
   const uint32_t* list = p.list + (uint64_t)r * p.list_ld;
   for (uint32_t i = t; i < 16 * 32; i += kGroup) {
     const uint32_t h = i / 32;
@@ -310,126 +312,123 @@ DEVICE void attend_units_for(const AttendGroupParams& p) {
     if (h < group) v = __ldcg((const uint4*)(p.q + ((uint64_t)r * p.heads + kvh * group + h) * 256) + i % 32);
     *(uint4*)(query + h * kPitch + i % 32 * 16) = v;
   }
-  uint32_t of_key[UNITS], of_value[UNITS];
   pdl();
   const uint32_t n = __ldcg(p.count + r);
-#pragma unroll
-  for (int u = 0; u < UNITS; u++) {
-    of_key[u] = __ldcg(list + min(begin + u * kKeys + warp * 8 + g, p.list_ld - 1));
-    of_value[u] = __ldcg(list + min(begin + u * kKeys + t / 4, p.list_ld - 1));
-  }
+  const uint32_t of_key = __ldcg(list + min(begin + warp * 8 + g, p.list_ld - 1));
+  const uint32_t of_value = F8 ? __ldcg(list + min(begin + t / 4, p.list_ld - 1)) : 0;
   if (begin >= n) return;  // the merge knows as well
   constexpr int kChunks = F8 ? 4 : 8;  // of 64 bytes of a key
-  uint4 key[kChunks], v8[F8 ? UNITS : 1][kChunks];
+  uint4 key[kChunks], v8[kChunks];
   float ks = 0.0f, vs = 0.0f;
-  auto keys = [&](int u) {
-    const bool live = begin + u * kKeys + warp * 8 + g < n;
-    const uint64_t line = (uint64_t)of_key[u] * p.kv + kvh;  // heads of 256 values
+  {
+    const bool live = begin + warp * 8 + g < n;
+    const uint64_t line = (uint64_t)of_key * p.kv + kvh;  // heads of 256 values
     const uint4* from = (const uint4*)((const uint8_t*)p.keys + line * (F8 ? 256 : 512)) + q4;
 #pragma unroll
     for (int c = 0; c < kChunks; c++) key[c] = live ? from[c * 4] : make_uint4(0, 0, 0, 0);
     if (F8) ks = live ? from_bf16(p.key_scales[line]) : 0.0f, vs = live ? from_bf16(p.value_scales[line]) : 0.0f;
-  };
-  keys(0);
+  }
+  if (F8) {
+    const bool on = begin + t / 4 < n;
+    const uint8_t* from = (const uint8_t*)p.values + ((uint64_t)of_value * p.kv + kvh) * 256 + t % 4 * 16;
 #pragma unroll
-  for (int u = 0; u < UNITS; u++) {
-    const bool on = begin + u * kKeys + t / 4 < n;
-    const uint8_t* from = (const uint8_t*)p.values + ((uint64_t)of_value[u] * p.kv + kvh) * (F8 ? 256 : 512) + t % 4 * 16;
+    for (int i = 0; i < kChunks; i++) v8[i] = on ? *(const uint4*)(from + 64 * i) : make_uint4(0, 0, 0, 0);
+  } else {
 #pragma unroll
-    for (int i = 0; i < kChunks; i++) {
-      if (F8) v8[F8 ? u : 0][i] = on ? *(const uint4*)(from + 64 * i) : make_uint4(0, 0, 0, 0);
-      else copy16(value[u] + t / 4 * kPitch + (t % 4 + 4 * i) * 16, on ? from + 64 * i : p.values, on);
+    for (int i = 0; i < 8; i++) {  // a row at a time, whole lines
+      const uint64_t line = (uint64_t)__shfl_sync(~0u, of_key, 4 * i) * p.kv + kvh;
+      const bool on = begin + warp * 8 + i < n;
+      copy16(value + (warp * 8 + i) * kPitch + lane * 16, (const uint8_t*)p.values + (on ? line * 512 + lane * 16 : 0), on);
     }
-    if (!F8) asm volatile("cp.async.commit_group;" ::: "memory");
+    asm volatile("cp.async.commit_group;" ::: "memory");
   }
   __syncthreads();  // the queries are there
-  float acc[UNITS][8][4], top[UNITS][2];
+  float s[4][4];
 #pragma unroll
-  for (int u = 0; u < UNITS; u++) {
-    float s[4][4];
+  for (int c = 0; c < 4; c++) s[c][0] = s[c][1] = s[c][2] = s[c][3] = 0.0f;
 #pragma unroll
-    for (int c = 0; c < 4; c++) s[c][0] = s[c][1] = s[c][2] = s[c][3] = 0.0f;
+  for (int c = 0; c < kChunks; c++) {
+    uint32_t k[8] = {key[c].x, key[c].y, key[c].z, key[c].w, 0, 0, 0, 0};
+    if (F8) codes_to_bf16(key[c], k);
 #pragma unroll
-    for (int c = 0; c < kChunks; c++) {
-      uint32_t k[8] = {key[c].x, key[c].y, key[c].z, key[c].w, 0, 0, 0, 0};
-      if (F8) codes_to_bf16(key[c], k);
-#pragma unroll
-      for (int i = 0; i < (F8 ? 2 : 1); i++) {
-        const uint32_t from = F8 ? c * 128 + q4 * 32 + i * 16 : c * 64 + q4 * 16;
-        const uint4 a = *(const uint4*)(query + g * kPitch + from), b = *(const uint4*)(query + (g + 8) * kPitch + from);
-        float* to = s[(F8 ? i : c % 2) * 2];
-        tensor_bf16(to, a.x, b.x, a.y, b.y, k[4 * i], k[4 * i + 1]);
-        tensor_bf16(to + 4, a.z, b.z, a.w, b.w, k[4 * i + 2], k[4 * i + 3]);
-      }
+    for (int i = 0; i < (F8 ? 2 : 1); i++) {
+      const uint32_t from = F8 ? c * 128 + q4 * 32 + i * 16 : c * 64 + q4 * 16;
+      const uint4 a = *(const uint4*)(query + g * kPitch + from), b = *(const uint4*)(query + (g + 8) * kPitch + from);
+      float* to = s[(F8 ? i : c % 2) * 2];
+      tensor_bf16(to, a.x, b.x, a.y, b.y, k[4 * i], k[4 * i + 1]);
+      tensor_bf16(to + 4, a.z, b.z, a.w, b.w, k[4 * i + 2], k[4 * i + 3]);
     }
-    float key_scale[2] = {1.0f, 1.0f}, value_scale[2] = {1.0f, 1.0f};  // of keys 2*q4 and one more of the warp's eight
-    if (F8) {
+  }
+  float key_scale[2] = {1.0f, 1.0f}, value_scale[2] = {1.0f, 1.0f};  // of keys 2*q4 and one more of the warp's eight
+  if (F8) {
 #pragma unroll
-      for (int i = 0; i < 2; i++) key_scale[i] = __shfl_sync(~0u, ks, (2 * q4 + i) * 4), value_scale[i] = __shfl_sync(~0u, vs, (2 * q4 + i) * 4);
-    }
-    if (u + 1 < UNITS) keys(u + 1);
-    // s[0..1]: query g, keys 2*q4 and one more of the warp's eight; s[2..3]: query g+8.
-    float x[4];
+    for (int i = 0; i < 2; i++) key_scale[i] = __shfl_sync(~0u, ks, (2 * q4 + i) * 4), value_scale[i] = __shfl_sync(~0u, vs, (2 * q4 + i) * 4);
+  }
+  // s[0..1]: query g, keys 2*q4 and one more of the warp's eight; s[2..3]: query g+8.
+  float x[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      x[i] = s[0][i] + s[1][i] + (s[2][i] + s[3][i]);
-      x[i] = begin + u * kKeys + warp * 8 + 2 * q4 + i % 2 < n ? x[i] * key_scale[i % 2] * 0.0625f : -INFINITY;
-    }
+  for (int i = 0; i < 4; i++) {
+    x[i] = s[0][i] + s[1][i] + (s[2][i] + s[3][i]);
+    x[i] = begin + warp * 8 + 2 * q4 + i % 2 < n ? x[i] * key_scale[i % 2] * 0.0625f : -INFINITY;
+  }
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      float m = fmaxf(x[2 * i], x[2 * i + 1]);
-      m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
-      m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-      if (q4 == 0) most[u][warp][g + 8 * i] = m;
-    }
-    if (F8) {
+  for (int i = 0; i < 2; i++) {
+    float m = fmaxf(x[2 * i], x[2 * i + 1]);
+    m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
+    m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
+    if (q4 == 0) most[unit][warp % 4][g + 8 * i] = m;
+  }
+  if (F8) {
 #pragma unroll
-      for (int i = 0; i < kChunks; i++) {
-        uint32_t w[8];
-        codes_to_bf16(v8[F8 ? u : 0][i], w);
-        uint8_t* to = value[u] + t / 4 * kPitch + (t % 4 + 4 * i) * 32;
-        *(uint4*)to = make_uint4(w[0], w[1], w[2], w[3]);
-        *(uint4*)(to + 16) = make_uint4(w[4], w[5], w[6], w[7]);
-      }
+    for (int i = 0; i < kChunks; i++) {
+      uint32_t w[8];
+      codes_to_bf16(v8[i], w);
+      uint8_t* to = value + t / 4 * kPitch + (t % 4 + 4 * i) * 32;
+      *(uint4*)to = make_uint4(w[0], w[1], w[2], w[3]);
+      *(uint4*)(to + 16) = make_uint4(w[4], w[5], w[6], w[7]);
     }
-    __syncthreads();
+  }
+  __syncthreads();
+  float top[2][2];
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const uint32_t h = g + 8 * i;
-      const float now = fmaxf(fmaxf(most[u][0][h], most[u][1][h]), fmaxf(most[u][2][h], most[u][3][h]));
-      const float less = now == -INFINITY ? 0.0f : now;  // nothing in this unit
-      const float e0 = expf(x[2 * i] - less), e1 = expf(x[2 * i + 1] - less);
-      top[u][i] = now;
-      float e = e0 + e1;
-      e += __shfl_xor_sync(~0u, e, 1);
-      e += __shfl_xor_sync(~0u, e, 2);
-      if (q4 == 0) total[u][warp][h] = e;  // of this warp's keys
-      const float w0 = e0 * value_scale[0], w1 = e1 * value_scale[1];
-      const __nv_bfloat162 high = __floats2bfloat162_rn(w0, w1);
-      *(__nv_bfloat162*)((bf16*)weights[0][h] + warp * 8 + 2 * q4) = high;
-      *(__nv_bfloat162*)((bf16*)weights[1][h] + warp * 8 + 2 * q4) = __floats2bfloat162_rn(w0 - __low2float(high), w1 - __high2float(high));
-    }
-    if (!F8) {
-      if (u + 1 < UNITS) asm volatile("cp.async.wait_group 1;" ::: "memory");
-      else asm volatile("cp.async.wait_group 0;" ::: "memory");
-    }
-    __syncthreads();
-    // This warp's 64 columns of weights times values.
+  for (int i = 0; i < 2; i++) {
+    const uint32_t h = g + 8 * i;
 #pragma unroll
-    for (int i = 0; i < 8; i++) acc[u][i][0] = acc[u][i][1] = acc[u][i][2] = acc[u][i][3] = 0.0f;
+    for (int u = 0; u < 2; u++) top[u][i] = fmaxf(fmaxf(most[u][0][h], most[u][1][h]), fmaxf(most[u][2][h], most[u][3][h]));
+    const float now = unit == 0 ? top[0][i] : top[1][i];
+    const float less = now == -INFINITY ? 0.0f : now;  // nothing in this unit
+    const float e0 = expf(x[2 * i] - less), e1 = expf(x[2 * i + 1] - less);
+    float e = e0 + e1;
+    e += __shfl_xor_sync(~0u, e, 1);
+    e += __shfl_xor_sync(~0u, e, 2);
+    if (q4 == 0) total[unit][warp % 4][h] = e;  // of this warp's keys
+    const float w0 = e0 * value_scale[0], w1 = e1 * value_scale[1];
+    const __nv_bfloat162 high = __floats2bfloat162_rn(w0, w1);
+    *(__nv_bfloat162*)((bf16*)weights[unit][0][h] + warp % 4 * 8 + 2 * q4) = high;
+    *(__nv_bfloat162*)((bf16*)weights[unit][1][h] + warp % 4 * 8 + 2 * q4) = __floats2bfloat162_rn(w0 - __low2float(high), w1 - __high2float(high));
+  }
+  if (!F8) asm volatile("cp.async.wait_group 0;" ::: "memory");
+  __syncthreads();
+  // This warp's columns of weights times values.
+  float acc[2][kTiles][4];
+#pragma unroll
+  for (int u = 0; u < 2; u++) {
+#pragma unroll
+    for (int i = 0; i < kTiles; i++) acc[u][i][0] = acc[u][i][1] = acc[u][i][2] = acc[u][i][3] = 0.0f;
 #pragma unroll
     for (int kk = 0; kk < 2; kk++) {
       uint32_t a[2][4];
 #pragma unroll
       for (int part = 0; part < 2; part++) {
-        a[part][0] = *(const uint32_t*)(weights[part][g] + (kk * 16 + 2 * q4) * 2);
-        a[part][1] = *(const uint32_t*)(weights[part][g + 8] + (kk * 16 + 2 * q4) * 2);
-        a[part][2] = *(const uint32_t*)(weights[part][g] + (kk * 16 + 2 * q4 + 8) * 2);
-        a[part][3] = *(const uint32_t*)(weights[part][g + 8] + (kk * 16 + 2 * q4 + 8) * 2);
+        a[part][0] = *(const uint32_t*)(weights[u][part][g] + (kk * 16 + 2 * q4) * 2);
+        a[part][1] = *(const uint32_t*)(weights[u][part][g + 8] + (kk * 16 + 2 * q4) * 2);
+        a[part][2] = *(const uint32_t*)(weights[u][part][g] + (kk * 16 + 2 * q4 + 8) * 2);
+        a[part][3] = *(const uint32_t*)(weights[u][part][g + 8] + (kk * 16 + 2 * q4 + 8) * 2);
       }
 #pragma unroll
-      for (int j = 0; j < 8; j += 2) {
-        const uint32_t from = (uint32_t)__cvta_generic_to_shared(value[u]) + (kk * 16 + lane / 8 % 2 * 8 + lane % 8) * kPitch + (warp * 64 + j * 8 + lane / 16 * 8) * 2;
+      for (int j = 0; j < kTiles; j += 2) {
+        const uint32_t from =
+            (uint32_t)__cvta_generic_to_shared(value) + (u * kKeys + kk * 16 + lane / 8 % 2 * 8 + lane % 8) * kPitch + (warp * 32 + j * 8 + lane / 16 * 8) * 2;
         uint32_t b[4];
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(from) : "memory");
 #pragma unroll
@@ -444,36 +443,26 @@ DEVICE void attend_units_for(const AttendGroupParams& p) {
   for (int i = 0; i < 2; i++) {
     const uint32_t h = g + 8 * i;
     if (h >= group) continue;
-    const uint64_t to = ((uint64_t)r * p.heads + kvh * group + h) * (p.splits / UNITS) + blockIdx.z;
-    float sum[UNITS];
+    const uint64_t to = ((uint64_t)r * p.heads + kvh * group + h) * (p.splits / 2) + blockIdx.z;
+    float sum[2];
 #pragma unroll
-    for (int u = 0; u < UNITS; u++) sum[u] = total[u][0][h] + total[u][1][h] + total[u][2][h] + total[u][3][h];
-    if (UNITS == 1) {
+    for (int u = 0; u < 2; u++) sum[u] = total[u][0][h] + total[u][1][h] + total[u][2][h] + total[u][3][h];
+    float* out = p.partial + to * 256 + warp * 32 + 2 * q4;
+    const Join two = join_of(top[0][i], top[1][i]);
 #pragma unroll
-      for (int j = 0; j < 8; j++) *(float2*)(p.partial + to * 256 + warp * 64 + j * 8 + 2 * q4) = make_float2(acc[0][j][2 * i], acc[0][j][2 * i + 1]);
-      if (warp == 0 && q4 == 0) *(float2*)(p.sums + to * 2) = make_float2(top[0][i], sum[0]);
-    } else {
-      constexpr int B = UNITS - 1;
-      const Join two = join_of(top[0][i], top[B][i]);
-#pragma unroll
-      for (int j = 0; j < 8; j++)
-        *(float2*)(p.partial + to * 256 + warp * 64 + j * 8 + 2 * q4) = make_float2(joined(two, acc[0][j][2 * i], acc[B][j][2 * i]), joined(two, acc[0][j][2 * i + 1], acc[B][j][2 * i + 1]));
-      if (warp == 0 && q4 == 0) *(float2*)(p.sums + to * 2) = make_float2(two.top, joined(two, sum[0], sum[B]));
-    }
+    for (int j = 0; j < kTiles; j++)
+      *(float2*)(out + j * 8) = make_float2(joined(two, acc[0][j][2 * i], acc[1][j][2 * i]), joined(two, acc[0][j][2 * i + 1], acc[1][j][2 * i + 1]));
+    if (warp == 0 && q4 == 0) *(float2*)(p.sums + to * 2) = make_float2(two.top, joined(two, sum[0], sum[1]));
   }
 }
 
-NINFER_KERNEL(attend_units, AttendGroupParams, kGroup, 4) { attend_units_for<false, 1>(p); }
-NINFER_KERNEL(attend_units_fp8, AttendGroupParams, kGroup, 4) { attend_units_for<true, 1>(p); }
-NINFER_KERNEL(attend_pairs, AttendGroupParams, kGroup, 4) { attend_units_for<false, 2>(p); }
-NINFER_KERNEL(attend_pairs_fp8, AttendGroupParams, kGroup, 4) { attend_units_for<true, 2>(p); }
+NINFER_KERNEL(attend_pairs, AttendGroupParams, kGroup, 2) { attend_pairs_for<false>(p); }
+NINFER_KERNEL(attend_pairs_fp8, AttendGroupParams, kGroup, 2) { attend_pairs_for<true>(p); }
 
 static constexpr int kMerge = 256;       // 64 columns of a head, each by four threads
 static constexpr uint32_t kUnits = 72;   // at most
 
-// UNITS: 2 where units lie there, 1 where pairs do.
-template <int UNITS>
-DEVICE void merge_units_for(const MergeGroupParams& p) {
+NINFER_KERNEL(merge_pairs, MergeGroupParams, kMerge, 1) {
   __shared__ float part[4][64];
   if (p.trigger == 0) pdl_trigger();
   const uint32_t head = blockIdx.x, r = blockIdx.y, t = threadIdx.x, lane = t % 32, quarter = t / 64, c = blockIdx.z * 64 + t % 64;
@@ -481,36 +470,24 @@ DEVICE void merge_units_for(const MergeGroupParams& p) {
   const uint64_t at = (uint64_t)r * p.heads + head, from = at * pairs;
   const float gate = quarter ? 0.0f : from_bf16(p.qg[at * 512 + 256 + c]);
   constexpr int kMine = kUnits / 8;  // pairs of a thread
-  float mine[kMine][UNITS];          // asked for before their factors are known
-  const uint32_t n = __ldcg(p.count + r), units = (n + kKeys - 1) / kKeys, have = (units + 1) / 2;
+  float mine[kMine];                 // asked for before their factors are known
+  const uint32_t n = __ldcg(p.count + r), have = (n + 2 * kKeys - 1) / (2 * kKeys);
   pdl_wait();
   if (p.trigger == 1) pdl_trigger();
 #pragma unroll
   for (int i = 0; i < kMine; i++) {
     const uint32_t pair = quarter + 4 * i;
-#pragma unroll
-    for (int u = 0; u < UNITS; u++) {
-      const bool on = UNITS == 1 ? pair < have : 2 * pair + u < units;
-      mine[i][u] = on ? __ldcg(p.partial + ((from + pair) * UNITS + u) * 256 + c) : 0.0f;
-    }
+    mine[i] = pair < have ? __ldcg(p.partial + (from + pair) * 256 + c) : 0.0f;
   }
   // Every warp looks at all pairs: lane l at pairs l and l + 32.
   float top[2], sum[2];
-  Join two[2];
 #pragma unroll
   for (int k = 0; k < 2; k++) {
     const uint32_t pair = lane + 32 * k;
-    top[k] = -INFINITY, sum[k] = 0.0f, two[k].a = two[k].b = 0.0f;
+    top[k] = -INFINITY, sum[k] = 0.0f;
     if (pair >= have) continue;
-    if (UNITS == 1) {
-      const float2 q = __ldcg((const float2*)p.sums + from + pair);
-      top[k] = q.x, sum[k] = q.y;
-    } else {
-      float4 q = __ldcg((const float4*)p.sums + from + pair);
-      if (2 * pair + 1 >= units) q.z = -INFINITY, q.w = 0.0f;
-      two[k] = join_of(q.x, q.z);
-      top[k] = two[k].top, sum[k] = joined(two[k], q.y, q.w);
-    }
+    const float2 q = __ldcg((const float2*)p.sums + from + pair);
+    top[k] = q.x, sum[k] = q.y;
   }
   float all = fmaxf(top[0], top[1]);
 #pragma unroll
@@ -524,10 +501,7 @@ DEVICE void merge_units_for(const MergeGroupParams& p) {
   for (int i = 0; i < kMine; i++) {
     const uint32_t pair = quarter + 4 * i;
     const int k = i < 8 ? 0 : 1;
-    const float f = __shfl_sync(~0u, e[k], pair % 32);
-    Join j;
-    if (UNITS == 2) j.a = __shfl_sync(~0u, two[k].a, pair % 32), j.b = __shfl_sync(~0u, two[k].b, pair % 32);
-    v = fmaf(f, UNITS == 1 ? mine[i][0] : joined(j, mine[i][0], mine[i][UNITS - 1]), v);
+    v = fmaf(__shfl_sync(~0u, e[k], pair % 32), mine[i], v);
   }
   part[quarter][t % 64] = v;
   if (p.trigger == 2) pdl_trigger();
@@ -535,6 +509,3 @@ DEVICE void merge_units_for(const MergeGroupParams& p) {
   if (quarter) return;
   p.out[at * 256 + c] = to_bf16((part[0][t] + part[1][t] + part[2][t] + part[3][t]) / weight * sigmoid(gate));
 }
-
-NINFER_KERNEL(merge_units, MergeGroupParams, kMerge, 1) { merge_units_for<2>(p); }
-NINFER_KERNEL(merge_pairs, MergeGroupParams, kMerge, 1) { merge_units_for<1>(p); }

@@ -134,7 +134,7 @@ func Load(c *driver.Context, files fs.FS) (*Set, error) {
 	return code.Load(c, &table, files, []ID{
 		Delta, ProjectBf16, ProjectBf16Deep, ProjectBf16Rows, ProjectE4m3, ProjectWhole, ProjectWholeRows,
 		// where an SM had been divided for attention's kernels, the product that comes next could not start beside them
-		PrepScore, SelectBlocks, AttendUnits, AttendUnitsFp8, AttendPairs, AttendPairsFp8, MergeUnits, MergePairs,
+		PrepScore, SelectBlocks, AttendPairs, AttendPairsFp8, MergePairs,
 	})
 }
 

@@ -15,11 +15,8 @@ type ID int
 // The kernels.
 const (
 	SelectBlocks     ID = iota // SelectParams
-	AttendUnits                // AttendGroupParams
-	AttendUnitsFp8             // AttendGroupParams
 	AttendPairs                // AttendGroupParams
 	AttendPairsFp8             // AttendGroupParams
-	MergeUnits                 // MergeGroupParams
 	MergePairs                 // MergeGroupParams
 	Conv                       // ConvParams
 	Score                      // ScoreParams
@@ -79,11 +76,8 @@ var table = code.Table[ID]{
 	Sources: []string{"attention", "blocks", "delta", "drafts", "draw", "matrix", "prep", "project", "streams"},
 	Kernels: []code.Kernel{
 		{Name: "select_blocks", Source: "attention", Threads: (1024)},
-		{Name: "attend_units", Source: "attention", Threads: (128)},
-		{Name: "attend_units_fp8", Source: "attention", Threads: (128)},
-		{Name: "attend_pairs", Source: "attention", Threads: (128)},
-		{Name: "attend_pairs_fp8", Source: "attention", Threads: (128)},
-		{Name: "merge_units", Source: "attention", Threads: (256)},
+		{Name: "attend_pairs", Source: "attention", Threads: (256)},
+		{Name: "attend_pairs_fp8", Source: "attention", Threads: (256)},
 		{Name: "merge_pairs", Source: "attention", Threads: (256)},
 		{Name: "conv", Source: "blocks", Threads: 256},
 		{Name: "score", Source: "blocks", Threads: 256},

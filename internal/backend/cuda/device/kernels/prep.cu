@@ -16,6 +16,20 @@ DEVICE Turn turn_of(const float* inverse, uint32_t rot, const uint32_t* pos, uin
   if (i < rot / 2) sincosf(__fmul_rn((float)(int)pos[((const uint32_t*)inverse)[rot / 2 + i]], inverse[i]), &a.sin, &a.cos);
   return a;
 }
+// What it takes to know one of 32: asked for before the wait, where nothing waits for it. The angle itself is made while activations come.
+struct Angle {
+  float inverse;
+  uint32_t axis, pos[3];
+};
+DEVICE Angle angle_of(const float* inverse, const uint32_t* pos) {
+  const uint32_t i = threadIdx.x % 32;
+  return {inverse[i], ((const uint32_t*)inverse)[32 + i], {pos[0], pos[1], pos[2]}};
+}
+DEVICE Turn turn_of(const Angle& a) {
+  Turn t;
+  sincosf(__fmul_rn((float)(int)(a.axis == 0 ? a.pos[0] : a.axis == 1 ? a.pos[1] : a.pos[2]), a.inverse), &t.sin, &t.cos);
+  return t;
+}
 
 // A pair of values, turned: always with the same roundings.
 DEVICE float2 turned(float a, float b, Turn turn) {
@@ -187,7 +201,7 @@ DEVICE void head_fp8(const float* x, uint8_t* codes, bf16* scale) {
 
 // The index key of a complete block, its last token this row's or an older one's: x is what a lane has of it, from tokens in the planes or in rows of
 // this pass.
-DEVICE void block_key(const PrepParams& p, const Row& row, const uint32_t* pages, uint32_t block, Turn turn, const float* norm, float* x) {
+DEVICE void block_key(const PrepParams& p, const Row& row, const uint32_t* pages, uint32_t block, const Angle& angle, const float* norm, float* x) {
   const uint32_t r = blockIdx.y, lane = threadIdx.x % 32;
 #pragma unroll
   for (int j = 0; j < 4; j++) x[j] = 0.0f;
@@ -202,11 +216,11 @@ DEVICE void block_key(const PrepParams& p, const Row& row, const uint32_t* pages
   const float scale = 1.0f / sqrtf(head_sum(x, 4) / 128 + p.eps);
 #pragma unroll
   for (int j = 0; j < 4; j++) x[j] = x[j] * scale * (1.0f + norm[j]);
-  head_turn(x, turn);
+  head_turn(x, turn_of(angle));
 }
-DEVICE Turn block_turn(const PrepParams& p, const Row& row, const uint32_t* pages, uint32_t block) {
+DEVICE Angle block_angle(const PrepParams& p, const Row& row, const uint32_t* pages, uint32_t block) {
   const uint32_t token = block * p.ratio, back = row.at - token;
-  return turn_of(p.inverse, 64, back <= row.index ? p.rows[blockIdx.y - back].pos : p.positions + token_row(pages, token) * 3, threadIdx.x % 32);
+  return angle_of(p.inverse, back <= row.index ? p.rows[blockIdx.y - back].pos : p.positions + token_row(pages, token) * 3);
 }
 
 // A warp's unit of a row: queries, keys, values, and the raw index key.
@@ -221,12 +235,16 @@ DEVICE void prepare_warp(const PrepParams& p, uint32_t unit) {
     const bool is_key = unit >= p.heads;
     const float* w = is_key ? p.k_norm : p.q_norm;
     const bf16* in = is_key ? p.key + ((uint64_t)r * p.kv + unit - p.heads) * 256 : p.qg + ((uint64_t)r * p.heads + unit) * 512;
-    const Turn turn = turn_of(p.inverse, 64, p.rows[r].pos, lane);
+    const Angle angle = angle_of(p.inverse, p.rows[r].pos);
 #pragma unroll
     for (int j = 0; j < 8; j++) norm[j] = w[32 * j + lane];
-    pdl();
+    pdl_wait();
+    bf16 v[8];
 #pragma unroll
-    for (int j = 0; j < 8; j++) x[j] = from_bf16(in[32 * j + lane]);
+    for (int j = 0; j < 8; j++) v[j] = in[32 * j + lane];
+    const Turn turn = turn_of(angle);
+#pragma unroll
+    for (int j = 0; j < 8; j++) x[j] = from_bf16(v[j]);
     const float scale = 1.0f / sqrtf(head_sum(x, 8) / 256 + p.eps);
 #pragma unroll
     for (int j = 0; j < 8; j++) x[j] = x[j] * scale * (1.0f + norm[j]);
@@ -244,7 +262,7 @@ DEVICE void prepare_warp(const PrepParams& p, uint32_t unit) {
     unit -= p.heads + p.kv;
     const bf16* in = p.value + ((uint64_t)r * p.kv + unit) * 256;
     const uint64_t head = token * p.kv + unit;
-    pdl();
+    pdl_wait();
     bf16 v[8];
 #pragma unroll
     for (int j = 0; j < 8; j++) v[j] = in[32 * j + lane], x[j] = from_bf16(v[j]);
@@ -256,23 +274,23 @@ DEVICE void prepare_warp(const PrepParams& p, uint32_t unit) {
     for (int j = 0; j < 8; j++) ((bf16*)p.values)[head * 256 + 32 * j + lane] = v[j];
   } else if (unit == p.heads + 2 * p.kv) {
     const bool whole = (row.at + 1) % p.ratio == 0;
-    Turn turn = {0.0f, 1.0f};
+    Angle angle = {};
     if (whole) {
-      turn = block_turn(p, row, pages, row.at / p.ratio);
+      angle = block_angle(p, row, pages, row.at / p.ratio);
 #pragma unroll
       for (int j = 0; j < 4; j++) norm[j] = p.ik_norm[32 * j + lane];
     }
-    pdl();
+    pdl_wait();
 #pragma unroll
     for (int j = 0; j < 4; j++) p.raw[token * 128 + 32 * j + lane] = p.index[((uint64_t)r * 5 + 4) * 128 + 32 * j + lane];
     if (lane < 3) p.positions[token * 3 + lane] = p.rows[r].pos[lane];
     if (!whole) return;
-    block_key(p, row, pages, row.at / p.ratio, turn, norm, x);
+    block_key(p, row, pages, row.at / p.ratio, angle, norm, x);
     bf16* out = p.block_keys + Blocks(p.ratio).row(pages[row.at / kPage], row.at / p.ratio) * 128;
 #pragma unroll
     for (int j = 0; j < 4; j++) out[32 * j + lane] = to_bf16(x[j]);
   } else {
-    pdl();
+    pdl_wait();
   }
 }
 
@@ -286,15 +304,19 @@ DEVICE void tensor_score(float* acc, uint32_t a0, uint32_t a1, uint32_t a2, uint
 struct IndexQueries {
   __align__(16) bf16 q[4][128];
 };
-// The index queries of a row, normalised and rotated, a warp each; rot is 64, so that a lane has both values of a pair. turn and norm are the
+// The index queries of a row, normalised and rotated, a warp each; rot is 64, so that a lane has both values of a pair. angle and norm are the
 // lane's.
-DEVICE void index_queries(IndexQueries& s, const PrepParams& p, uint32_t r, Turn turn, const float* norm) {
+DEVICE void index_queries(IndexQueries& s, const PrepParams& p, uint32_t r, const Angle& angle, const float* norm) {
   const uint32_t h = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (h < 4) {
     const bf16* in = p.index + ((uint64_t)r * 5 + h) * 128 + lane;
+    bf16 v[4];
     float x[4], sum = 0.0f;
 #pragma unroll
-    for (int j = 0; j < 4; j++) x[j] = from_bf16(in[32 * j]), sum = fmaf(x[j], x[j], sum);
+    for (int j = 0; j < 4; j++) v[j] = in[32 * j];
+    const Turn turn = turn_of(angle);
+#pragma unroll
+    for (int j = 0; j < 4; j++) x[j] = from_bf16(v[j]), sum = fmaf(x[j], x[j], sum);
     const float scale = 1.0f / sqrtf(warp_sum(sum) / 128 + p.eps);
 #pragma unroll
     for (int j = 0; j < 4; j++) x[j] = x[j] * scale * (1.0f + norm[j]);
@@ -336,13 +358,13 @@ template <bool FOUR>
 DEVICE void score_old(const PrepParams& prep, const ScoreParams& p, uint32_t block, uint32_t blocks_of_grid, IndexQueries& queries) {
   const uint32_t r = blockIdx.y, t = threadIdx.x, g = t % 32 / 4, q4 = t % 4;
   const Row row = p.rows[r];
-  const uint32_t n = (row.at + 1) / p.ratio, old = (row.at - row.index) / p.ratio;
+  const uint32_t ratio = FOUR ? 4 : p.ratio, n = (row.at + 1) / ratio, old = (row.at - row.index) / ratio;
   if (n <= p.most || block * 128 >= old) {
-    pdl();
+    pdl_wait();
     return;
   }
   const uint32_t* pages = p.pages + (uint64_t)row.slot * p.pages_ld;
-  const Blocks blocks(p.ratio);
+  const Blocks blocks(ratio);
   auto row_of = [&](uint32_t b) { return b >= old ? 0 : FOUR ? pages[b / 16] * 16 + b % 16 : (uint32_t)blocks.row(pages[blocks.last(b) / kPage], b); };
   auto fetch = [&](Fragment& f, uint32_t b, uint32_t row) {
 #pragma unroll
@@ -353,12 +375,12 @@ DEVICE void score_old(const PrepParams& prep, const ScoreParams& p, uint32_t blo
   Fragment a, b;
   fetch(a, at, row_of(at)), fetch(b, at + 8, row_of(at + 8));
   uint32_t later[2] = {row_of(at + step), row_of(at + step + 8)};
-  const Turn turn = turn_of(prep.inverse, prep.rot, prep.rows[r].pos, t % 32);
+  const Angle angle = angle_of(prep.inverse, prep.rows[r].pos);
   float norm[4];
 #pragma unroll
   for (int j = 0; j < 4; j++) norm[j] = prep.iq_norm[t % 32 + 32 * j];
-  pdl();
-  index_queries(queries, prep, r, turn, norm);
+  pdl_wait();
+  index_queries(queries, prep, r, angle, norm);
   const Fragment q = query_fragment(queries);
   for (; at - g < old; at += step) {
     const Fragment x = a, y = b;
@@ -378,26 +400,26 @@ DEVICE void score_new(const PrepParams& p, const ScoreParams& score, IndexQuerie
   const Row row = p.rows[r];
   const uint32_t n = (row.at + 1) / p.ratio, old = (row.at - row.index) / p.ratio;
   if (n <= score.most || n == old) {
-    pdl();
+    pdl_wait();
     return;
   }
   const uint32_t* pages = p.pages + (uint64_t)row.slot * p.pages_ld;
   float norm[4];
-  Turn turn = {0.0f, 1.0f};
+  Angle angle = {};
 #pragma unroll
   for (int j = 0; j < 4; j++) norm[j] = (warp < 4 ? p.iq_norm : p.ik_norm)[32 * j + lane];
-  if (warp < 4) turn = turn_of(p.inverse, 64, p.rows[r].pos, lane);
-  else if (old + warp - 4 < n) turn = block_turn(p, row, pages, old + warp - 4);
-  pdl();
+  if (warp < 4) angle = angle_of(p.inverse, p.rows[r].pos);
+  else if (old + warp - 4 < n) angle = block_angle(p, row, pages, old + warp - 4);
+  pdl_wait();
   for (uint32_t first = old; first < n; first += 4) {
     if (warp >= 4 && first + warp - 4 < n) {
-      if (first > old) turn = block_turn(p, row, pages, first + warp - 4);
+      if (first > old) angle = block_angle(p, row, pages, first + warp - 4);
       float x[4];
-      block_key(p, row, pages, first + warp - 4, turn, norm, x);
+      block_key(p, row, pages, first + warp - 4, angle, norm, x);
 #pragma unroll
       for (int j = 0; j < 4; j++) key[warp - 4][32 * j + lane] = to_bf16(x[j]);
     }
-    if (first == old) index_queries(queries, p, r, turn, norm);  // waits for the keys as well
+    if (first == old) index_queries(queries, p, r, angle, norm);  // waits for the keys as well
     else __syncthreads();
     Fragment k;
 #pragma unroll
@@ -410,6 +432,7 @@ DEVICE void score_new(const PrepParams& p, const ScoreParams& score, IndexQuerie
 
 NINFER_KERNEL(prep_score, PrepScoreParams, 256, 2) {
   __shared__ IndexQueries queries;
+  pdl_trigger();  // the selection reads nothing early but what the step began with, and lets attention start after its own wait only
   if (blockIdx.x < p.units) prepare_warp(p.prep, blockIdx.x * 8 + threadIdx.x / 32);
   else if (blockIdx.x == p.units) score_new(p.prep, p.score, queries);
   else if (p.score.ratio == 4) score_old<true>(p.prep, p.score, blockIdx.x - p.units - 1, gridDim.x - p.units - 1, queries);
