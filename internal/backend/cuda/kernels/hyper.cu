@@ -40,6 +40,13 @@ NINFER_DEVICE uint32_t ldg_l2_u16(const bf16* p) {
   return v;
 }
 
+// n / m for n below 2^20, in fewer instructions than a division of whole numbers.
+NINFER_DEVICE uint32_t quotient(uint32_t n, uint32_t m) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"((float)m));
+  return (uint32_t)(((float)n + 0.5f) * r);
+}
+
 // Two values of the streams after injection, as stored: x + inject * y.
 NINFER_DEVICE uint32_t injected(uint32_t x, uint32_t y, float inject) { return pack_bf16(fmaf(inject, bf16_lo(y), bf16_lo(x)), fmaf(inject, bf16_hi(y), bf16_hi(x))); }
 
@@ -101,7 +108,7 @@ struct Count {
 // is lost at most, where its BF16 result loses 2^-8. BF16 weights have two BF16 operands, high and low part, of which 2^-16 is lost.
 template <bool FP8, bool INJECT, uint32_t MOST>
 NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t part, uint32_t group, DownShared<MOST, !FP8 || MOST <= 2>& sh) {
-  constexpr bool HALF = FP8 && !INJECT, MANY = MOST > 2;
+  constexpr bool HALF = FP8 && !INJECT, MANY = MOST > 2, SHORT = MANY && HALF;
   constexpr uint32_t TEAMS = kTeams<MOST>, kSlices = kDownWarps / TEAMS, kPart = 128 * kSlices, kRows = 32 * TEAMS;
   constexpr uint32_t kHalf = kPart + 32, kWhole = 2 * kPart + 64;  // bytes from a weight row to the next, apart in banks
   constexpr uint32_t bytes = HALF ? 1 : 2, pitch = HALF ? kHalf : kWhole, cell = 256 + 64;
@@ -109,52 +116,58 @@ NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t part, uint32_t grou
   constexpr int kTiles = INJECT ? 1 : 2;  // of sixteen weight rows
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, team = warp % TEAMS, slice = warp / TEAMS;
   const uint32_t stream = part / (2 * TEAMS), of_half = part % TEAMS * kPart;
-  const uint32_t row0 = INJECT ? 0 : share_start(p.l, p.groups, group);
-  const uint32_t n = INJECT ? (p.inj_w ? 4 : 0) : share_start(p.l, p.groups, group + 1) - row0;
+  // the shares of share_start
+  const uint32_t each = quotient(p.l, p.groups), more = p.l - each * p.groups;
+  const uint32_t row0 = INJECT ? 0 : group * each + min(group, more), n = INJECT ? (p.inj_w ? 4 : 0) : each + (group < more);
   // The halves are multiples of sixteen k; of a short one there is no second quarter.
   const uint32_t longer = (p.h / 2 + 15) & ~15u, second_half = part / TEAMS % 2, whole = second_half ? p.h - longer : longer;
   const uint32_t k0 = (second_half ? longer : 0) + of_half, size = min(whole - min(of_half, whole), kPart);
+  constexpr uint32_t kParts = 8 * TEAMS;
+  const uint32_t bar = smem_addr(smem), weights = bar + 128;
+  STAMP_BEGIN(120 + FP8)
+  const bool idle = n == 0 || MANY && size == 0;  // a mixer, which injects nothing, or no k
+  // The copies first: an instruction that is new to the SM takes some six clocks.
+  const uint8_t* const stored = (const uint8_t*)(INJECT ? (const void*)p.inj_w : p.down) + (((uint64_t)row0 * 4 + stream) * p.h + k0) * bytes;
+  if (threadIdx.x == 0) {
+    mbar_init(bar, SHORT ? kDownThreads : 1);
+    mbar_fence_init();
+    if (!SHORT) mbar_expect(bar, n * bytes * size);
+  }
+  if (SHORT && !idle) {  // many short pieces: bulk copies would take longer to ask for
+    constexpr uint32_t kPieces = bytes * kPart / 16, kAtOnce = kDownThreads / kPieces;
+    const uint64_t policy = policy_evict_first();
+    const uint32_t piece = threadIdx.x % kPieces * 16;
+    if (piece < bytes * size)
+      for (uint32_t i = threadIdx.x / kPieces; i < n; i += kAtOnce) copy16(weights + i * pitch + piece, stored + (uint64_t)i * 4 * p.h * bytes + piece, policy);
+  }
+  __syncthreads();
+  if (SHORT) {
+    mbar_arrive_copies(bar);
+  } else if (lane == 0 && !idle) {
+    for (uint32_t i = warp; i < n; i += kDownWarps) bulk_load(weights + i * pitch, stored + (uint64_t)i * 4 * p.h * bytes, bytes * size, bar, policy_evict_first());
+  }
   const uint32_t k = slice * 128 + lane * 4;
   const bool mine = k < size;
   // Behind the weights each slice of k has a cell for a row's streams, which becomes its operand or that one's high part, and one for its block
   // output, which becomes the low part. Sums have the place of E4M3 weights that are in registers, behind the inject rows.
   constexpr uint32_t kSums = 4 * kWhole, kWithSums = kSums + (MANY ? kSlices * MOST * (kRows + 4) * 4 : 0);
   const uint32_t second = p.r * cell + (p.r % 2 ? 0 : 64), per_slice = HALF && !MANY ? p.r * cell : second + p.r * cell;
-  const uint32_t bar = smem_addr(smem), weights = bar + 128;
-  const uint32_t room_for = INJECT && FP8 ? kWithSums : FP8 ? max(ceil_div(p.l, p.groups) * pitch, kWithSums) : max(ceil_div(p.l, p.groups), 4) * pitch;
+  const uint32_t room_for = INJECT && FP8 ? kWithSums : FP8 ? max((each + (more > 0)) * pitch, kWithSums) : max((each + (more > 0)), 4) * pitch;
   const uint32_t cells = weights + room_for + slice * per_slice;
   float(*sums)[MOST][kRows + 4] = FP8 && MANY ? (float(*)[MOST][kRows + 4])(smem + 128 + kSums) : sh.sums;
   // The blocks of a part share the writing of the rows, TEAMS each, and the first has what is left.
   const uint32_t all = (1u << p.r) - 1, own = TEAMS * group, rest = TEAMS * p.groups;
   const uint32_t writes = INJECT ? 0 : ((own < 8 ? ((1u << TEAMS) - 1) << own : 0) | (group == 0 && rest < p.r ? ~0u << rest : 0)) & all;
   float* const partial = p.partial + part * (p.l + 4) + (INJECT ? p.l : 0) + row0;  // of the first activation row
-  constexpr uint32_t kParts = 8 * TEAMS;
 
-  STAMP_BEGIN(120 + FP8)
-  if (n == 0 || MANY && size == 0) {  // a mixer, which injects nothing, or no k
+  if (idle) {
     if (p.trigger == 0) pdl_trigger();
     pdl_wait();
     if (p.trigger != 0) pdl_trigger();
+#pragma unroll 1
     for (uint32_t i = threadIdx.x; i < n * p.r; i += kDownThreads) partial[(uint64_t)(i / n) * kParts * (p.l + 4) + i % n] = 0;
     if (threadIdx.x < MOST && writes >> threadIdx.x & 1) p.square[threadIdx.x * kParts + part] = 0;
     return;
-  }
-  const uint8_t* const stored = (const uint8_t*)(INJECT ? (const void*)p.inj_w : p.down) + (((uint64_t)row0 * 4 + stream) * p.h + k0) * bytes;
-  if (threadIdx.x == 0) {
-    mbar_init(bar, MANY ? kDownThreads : 1);
-    mbar_fence_init();
-    if (!MANY) mbar_expect(bar, n * bytes * size);
-  }
-  __syncthreads();
-  if (MANY) {  // many short pieces: bulk copies would take longer to ask for
-    constexpr uint32_t kPieces = bytes * kPart / 16, kAtOnce = kDownThreads / kPieces;
-    const uint64_t policy = policy_evict_first();
-    const uint32_t piece = threadIdx.x % kPieces * 16;
-    if (piece < bytes * size)
-      for (uint32_t i = threadIdx.x / kPieces; i < n; i += kAtOnce) copy16(weights + i * pitch + piece, stored + (uint64_t)i * 4 * p.h * bytes + piece, policy);
-    mbar_arrive_copies(bar);
-  } else if (lane == 0) {
-    for (uint32_t i = warp; i < n; i += kDownWarps) bulk_load(weights + i * pitch, stored + (uint64_t)i * 4 * p.h * bytes, bytes * size, bar, policy_evict_first());
   }
   uint2 norm = make_uint2(0, 0);
   if (mine) norm = __ldg((const uint2*)(p.norm + (uint64_t)stream * p.h + k0 + k));
@@ -392,7 +405,7 @@ NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t part, uint32_t grou
 // The grid is the parts of four streams, two halves or four quarters each, times (groups of rows, then one block for injection rows).
 #define DOWN(FP8, MOST)                                                                   \
   __shared__ DownShared<MOST, !FP8 || MOST <= 2> sh;                                      \
-  const uint32_t part = blockIdx.x / (p.groups + 1), group = blockIdx.x % (p.groups + 1); \
+  const uint32_t part = blockIdx.x % (8 * kTeams<MOST>), group = blockIdx.x / (8 * kTeams<MOST>); \
   if (group < p.groups)                                                                   \
     down_rows<FP8, false, MOST>(p, part, group, sh);                                      \
   else                                                                                    \
@@ -521,7 +534,8 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
   constexpr uint32_t kPasses = (MOST + 3) / 4;  // four rows' high and low parts are the eight columns of the tensor instruction
   constexpr uint32_t kBytes = FP8 ? 1 : 2;
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const uint32_t first = share_start(p.h, gridDim.x, blockIdx.x), columns = share_start(p.h, gridDim.x, blockIdx.x + 1) - first;
+  const uint32_t each = quotient(p.h, gridDim.x), more = p.h - each * gridDim.x;
+  const uint32_t first = blockIdx.x * each + min(blockIdx.x, more), columns = each + (blockIdx.x < more);
   const uint32_t row_bytes = kBytes * p.l, run = columns * row_bytes, run_pitch = ((run + 127) & ~127u) + 32 * kBytes;
   const uint32_t bar = smem_addr(smem), arrived = bar + 8, weights = bar + 128, operand = weights + 4 * run_pitch;
   const uint32_t rank = ONE ? 0 : cluster_rank();
