@@ -38,6 +38,7 @@ static constexpr uint32_t kUpFixed = 640 + sizeof(Choice);  // barriers, choice
 static constexpr int kOwn = kUpPairs / kUpWarps;                 // pairs of every tile each has
 static constexpr uint32_t kTeam = 4 / kOwn;                      // warps of a part
 static constexpr int kUpThreads = 32 * 11;                       // one more warp fetches
+static constexpr int kChosen = 4;                                // barrier of the choosers, who only arrive, and of the warp that fetches
 
 // 128 k of a tile: the lane's own sums of rows g and g + 8, its activations in column 2 t + c.
 NINFER_DEVICE void tile_pair(uint4 u, uint4 v, uint32_t s, const uint4* x, int c, float& a, float& b) {
@@ -99,10 +100,14 @@ NINFER_KERNEL(expert_gate_up, ExpertUpParams, kUpThreads, 2) {
   pdl_wait();
   STAMP(2)
 
-  const uint2 key = load_keys(p.logits, p.experts);
+  if (warp < kChoosers) {
+    choose(p.logits, load_keys(p.logits, p.experts), p.experts, p.topk, choice, id, 32 * kChoosers, (uint32_t*)sums);
+    named_arrive(kChosen, 32 * kChoosers + 32);
+  }
   const uint32_t pair0 = kOwn * warp;
   const bool two = pair0 + 1 < pairs;
-  // the four lanes of a row have columns of their own: lane t's activations of the warp's two pairs are in columns 2 t and 2 t + 1
+  // Activations only now: all blocks read the same logits, and one place in L2 answers one at a time. The four lanes of a row have columns of
+  // their own: lane t's activations of the warp's two pairs are in columns 2 t and 2 t + 1.
   uint4 x[4];
   const bool mine = warp < used && (g == 2 * t || (g == 2 * t + 1 && two));
 #pragma unroll
@@ -110,7 +115,6 @@ NINFER_KERNEL(expert_gate_up, ExpertUpParams, kUpThreads, 2) {
     x[j] = make_uint4(0, 0, 0, 0);
     if (mine) x[j] = ldg_l2(p.x + (pair0 + g % 2) * 128 + t * 16 + j / 2 * 64 + j % 2 * 8);
   }
-  choose(p.logits, key, p.experts, p.topk, choice, id, kUpThreads, (uint32_t*)sums);
 
   if (warp == kUpWarps) {
     STAMP_BEGIN_IN(221, kUpThreads - 32)
@@ -118,24 +122,33 @@ NINFER_KERNEL(expert_gate_up, ExpertUpParams, kUpThreads, 2) {
     const uint64_t policy = policy_evict_first();
     const uint32_t bytes = min(4u, pairs - 4 * min(lane, parts - 1)) * kPairBytes, into = ring + lane * 4 * kPairBytes;
     uint32_t slot = 0, parity = 1, d = d0, tile = tile0;
-    if (p.trigger == 0) pdl_trigger();
+    uint32_t divisor = 0;
 #pragma unroll 1
     for (uint32_t n = 0; n < items; n++) {
       if (n && n == p.trigger) pdl_trigger();  // after the wait, so the next kernel may read the logits in its prologue (R3)
       if (lane < parts) {
         const uint32_t at = 8 * (slot * kUpParts + lane);
-        const uint8_t* src = (const uint8_t*)p.bank + ((uint64_t)id[d] * tiles + tile) * tile_bytes + lane * 4 * kPairBytes;
         mbar_wait(empty + at, parity);
         mbar_expect(full + at, bytes);
+      }
+      if (n == 0) {  // here, since code behind a jump comes late: what stands before has been fetched when the experts are known
+        named_sync(kChosen, 32 * kChoosers + 32);
+        if (p.trigger == 0) pdl_trigger();
+      }
+      if (lane < parts) {
+        const uint32_t at = 8 * (slot * kUpParts + lane);
+        const uint8_t* src = (const uint8_t*)p.bank + ((uint64_t)id[d] * tiles + tile) * tile_bytes + lane * 4 * kPairBytes;
         bulk_load(into + slot * tile_bytes, src, bytes, full + at, policy);
       }
       __syncwarp();
       if (++tile == tiles) tile = 0, ++d;
       if (++slot == p.slots) slot = 0, parity ^= 1;
     }
+    if (!items) named_sync(kChosen, 32 * kChoosers + 32);
     if (p.trigger && items <= p.trigger) pdl_trigger();
     STAMP(4)
-    if (lane < p.topk) factor[lane] = __fdividef(E2M1_UNDO, __ldg(p.divisor + id[lane]));
+    if (lane < p.topk) divisor = __float_as_uint(__ldg(p.divisor + id[lane]));
+    if (lane < p.topk) factor[lane] = __fdividef(E2M1_UNDO, __uint_as_float(divisor));
   } else if (warp < used) {
 #pragma unroll
     for (int j = 0; j < 4; j++) x[j] = operand(x[j]);
