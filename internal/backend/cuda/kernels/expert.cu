@@ -122,7 +122,6 @@ NINFER_KERNEL(expert_gate_up, ExpertUpParams, kUpThreads, 2) {
     const uint64_t policy = policy_evict_first();
     const uint32_t bytes = min(4u, pairs - 4 * min(lane, parts - 1)) * kPairBytes, into = ring + lane * 4 * kPairBytes;
     uint32_t slot = 0, parity = 1, d = d0, tile = tile0;
-    uint32_t divisor = 0;
 #pragma unroll 1
     for (uint32_t n = 0; n < items; n++) {
       if (n && n == p.trigger) pdl_trigger();  // after the wait, so the next kernel may read the logits in its prologue (R3)
@@ -147,8 +146,7 @@ NINFER_KERNEL(expert_gate_up, ExpertUpParams, kUpThreads, 2) {
     if (!items) named_sync(kChosen, 32 * kChoosers + 32);
     if (p.trigger && items <= p.trigger) pdl_trigger();
     STAMP(4)
-    if (lane < p.topk) divisor = __float_as_uint(__ldg(p.divisor + id[lane]));
-    if (lane < p.topk) factor[lane] = __fdividef(E2M1_UNDO, __uint_as_float(divisor));
+    if (lane < p.topk) factor[lane] = __fdividef(E2M1_UNDO, __ldg(p.divisor + id[lane]));
   } else if (warp < used) {
 #pragma unroll
     for (int j = 0; j < 4; j++) x[j] = operand(x[j]);
