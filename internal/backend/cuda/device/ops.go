@@ -300,22 +300,17 @@ func (s *step) prepareGDN(c *driver.Context, op backend.GDN) (func(*pass) error,
 	}, l.err
 }
 
-// quarters launches the delta rule with four blocks a head: for more lanes of a row each than fit on the GPU, as many at a time as do. Several rows
-// of one lane have a kernel of their own, of which only two blocks fit on an SM: several lanes would take turns.
+// quarters launches the delta rule with four blocks a head: one lane's only row, several lanes of a row each, and several rows of a lane have kernels of their own.
 func (p *pass) quarters(heads int, params kernels.DeltaParams) error {
-	const resident = 3 // blocks on an SM
-	rows, lanes, most := len(p.rows), len(p.lanes), max(1, resident*p.s.d.owner.Device().SMs/(4*heads))
-	switch {
+	kernel := kernels.DeltaQuarters
+	switch rows, lanes := len(p.rows), len(p.lanes); {
 	case lanes == 1 && rows > 1:
+		kernel = kernels.DeltaRows
 		params.Trigger = 1 // it takes long enough that the next kernel's weights are better asked for behind its own loads
-		return start(p, kernels.DeltaRows, heads, lanes, 4, 0, &params)
-	case p.s.program.Pass.Kind != backend.Decode:
-		return start(p, kernels.DeltaQuarters, heads, lanes, 4, 0, &params)
-	case lanes <= most:
-		return start(p, kernels.DeltaOne, heads, lanes, 4, 0, &params)
+	case lanes > 1 && p.s.program.Pass.Kind == backend.Decode:
+		kernel = kernels.DeltaOne
 	}
-	params.Count = uint32(lanes)
-	return start(p, kernels.DeltaTurns, heads, most, 4, 0, &params)
+	return start(p, kernel, heads, len(p.lanes), 4, 0, &params)
 }
 
 // brings notes that the program brings a Fixed state forward, and how to fold it outside a pass.

@@ -6,11 +6,10 @@
 //   delta           behind the convolution, with the norm; S in shared memory. Grid: head, lane.
 //   delta_quarters  convolution of four taps and the rule for heads of 128, a quarter of a head's columns a block, S in registers and there before the wait; the
 //                   norm's factor is left to the next product (project.cu). Rows one after the other. Grid: head, lane, quarter.
-//   delta_one       the same for lanes of a row each, in so few registers that three blocks leave the next kernel's room on an SM.
+//   delta_one       the same for lanes of a row each, in so few registers that the next kernel finds room on an SM beside three blocks.
 //   delta_rows      the same for a lane of several rows: what does not depend on the row before is done for eight at once. Grid: head, lane, quarter.
-//   delta_turns     the same for many lanes of a row each. Grid: head, lanes at a time, quarter.
 //
-// The last four make the same sums: a row has the same bits in each.
+// The last three make the same sums: a row has the same bits in each.
 #include "common.cuh"
 
 extern __shared__ __align__(16) float dynamic[];
@@ -122,7 +121,6 @@ static constexpr int kQuarter = 128;    // threads of a block that has a quarter
 static constexpr int kRows = 288;       // of delta_rows: one for each channel of a quarter
 static constexpr uint32_t kAtOnce = 8;  // rows of a lane that delta_rows makes ready together
 static constexpr uint32_t kHeld = 8;    // records that shared memory has room for
-static constexpr uint32_t kLate = 3;     // of delta_turns, of each of two lanes
 static constexpr uint32_t kLines = 41;  // 16-byte pieces of a quarter's part of one: keys, corrections, decay
 
 DEVICE void copy16(float* to, const float* from) {
@@ -196,13 +194,12 @@ struct Piece {
       if constexpr (kHalf) __stwb((uint2*)((bf16*)p.state + at + i * D), make_uint2(pair(S[i][0], S[i][1]), pair(S[i][2], S[i][3])));
       else __stwb((float4*)((float*)p.state + at + i * D), *(const float4*)S[i]);
   }
-  // Brings it forward by a lane's records, of which the first kHave lie in held.
-  template <uint32_t kHave = kHeld>
+  // Brings it forward by a lane's records, of which the first lie in held.
   DEVICE void fold(const DeltaParams& p, const Records& record, const float (*held)[D + 36]) {
 #pragma unroll 1
     for (uint32_t f = 0; f < record.count; f++) {
       float k[8], d[4], decay;
-      if (f < kHave) {
+      if (f < kHeld) {
         *(float4*)k = *(const float4*)&held[f][i0], *(float4*)(k + 4) = *(const float4*)&held[f][i0 + 4], *(float4*)d = *(const float4*)&held[f][D + c4 * 4];
         decay = held[f][D + 32];
       } else {
@@ -338,10 +335,9 @@ DEVICE void quarters(const DeltaParams& p, QuartersShared& m) {
 #pragma unroll
     for (int i = 0; i < 3; i++)
       if (i < 2 || t < 32) of[i].tap[j] = __ldg(p.conv + j * c + channel[i]);
-  const float alog = __ldg(p.alog + head), dt = __ldg(p.dt + head);
   // State and records are a step old, the rest constant: all asked for before the wait, and before anything is done.
   Piece<kHalf> state(p, lane, head, quarter);
-  const float norm = __ldg(p.norm + quarter * 32 + state.own);
+  const float factor = __ldg(t < 32 ? p.norm + quarter * 32 + state.own : p.alog + head), dt = __ldg(p.dt + head);  // of all warps but the first the rate
   state.ask(p);
   const Records record(p, lane, head);
   ask_records(held, record, quarter);
@@ -402,12 +398,11 @@ DEVICE void quarters(const DeltaParams& p, QuartersShared& m) {
     if (t < 32) {
       raw[2 * D + t] = of[2](lo(x[2]));
     } else if (warp == 1) {
-      const float decay = decay_of(lo(x[2]), alog, dt), beta = gate(lo(x[3]));
+      const float decay = decay_of(lo(x[2]), factor, dt), beta = gate(lo(x[3]));
       if (t == 32) m.scalars = make_float2(decay, beta);
     }
     const float qq = warp_sum(qv * qv), kk = warp_sum(kv * kv), qk = warp_sum(qv * kv);
     if (l == 0) *(float4*)parts[warp] = make_float4(qq, kk, qk, 0.0f);
-    if (p.trigger == 2 && r == 0) pdl_trigger();
     float q[8], k[8];
     *(float4*)q = *(const float4*)&raw[state.i0], *(float4*)(q + 4) = *(const float4*)&raw[state.i0 + 4];
     *(float4*)k = *(const float4*)&raw[D + state.i0], *(float4*)(k + 4) = *(const float4*)&raw[D + state.i0 + 4];
@@ -422,7 +417,7 @@ DEVICE void quarters(const DeltaParams& p, QuartersShared& m) {
     const float2 made = rule(s0.x + s1.x + s2.x + s3.x, s0.y + s1.y + s2.y + s3.y, raw[2 * D + state.own]);
     const uint32_t row = lane.first + r;
     const bool last = r + 1 == rows;
-    if (warp == 0) end_row(p, row, head, quarter, state.own, made.x, norm, x[3]);
+    if (warp == 0) end_row(p, row, head, quarter, state.own, made.x, factor, x[3]);
     if (keep || !last) {
       state.decay(rule.decay);
       state.correct(k, made.y);
@@ -505,7 +500,6 @@ DEVICE void rows(const DeltaParams& p, RowsShared& m) {
 #pragma unroll 2
     for (uint32_t r = 0; r < n; r++) raw[r][t] = convolved(raw[r][t]);
     __syncthreads();
-    if (p.trigger == 2 && first == lane.first) pdl_trigger();
     if (warp == kAtOnce) {
       const float decay = decay_of(lo(a), alog, dt), beta = gate(lo(b));
       if (l < n) {
@@ -571,123 +565,6 @@ DEVICE void rows(const DeltaParams& p, RowsShared& m) {
   }
 }
 
-// The same for lanes of one row each that are not verified, more of them than fit on the GPU at once. A block keeps head and quarter and goes
-// through every turn-th lane; the next lane's state, records and inputs are on their way while it works.
-struct TurnsShared {
-  static constexpr uint32_t D = 128, W = 288;  // channels of a quarter: of query, key and value
-  __align__(16) bf16 inputs[2][4 * W + 32];    // three rows of the window, the new one; z
-  __align__(16) float raw[2 * D + 32], parts[4][4], held[2][kLate][D + 36];  // held: the lanes' first records
-  float2 sums[4][32], scalars;
-};
-template <bool kHalf>
-DEVICE void turns(const DeltaParams& p, TurnsShared& m) {
-  constexpr uint32_t D = 128, W = TurnsShared::W;
-  auto& inputs = m.inputs;
-  auto& raw = m.raw;
-  auto& parts = m.parts;
-  auto& held = m.held;
-  auto& sums = m.sums;
-  const uint32_t head = blockIdx.x, quarter = blockIdx.z, key_head = key_head_of(p, head), c = (2 * p.key_heads + p.heads) * D;
-  const uint32_t t = threadIdx.x, warp = t / 32;
-  // Pieces of 16 bytes: the first threads have those of the window's rows, the last ones those of the new row and of z.
-  constexpr uint32_t line = 36, news = kQuarter - line - 4;
-  auto channel_of = [&](uint32_t x) {
-    return x < 16 ? key_head * D + x * 8 : x < 32 ? (p.key_heads + key_head) * D + (x - 16) * 8 : (2 * p.key_heads + head) * D + quarter * 32 + (x - 32) * 8;
-  };
-  auto copy = [&](uint32_t buffer, uint32_t piece, const bf16* from) { copy16((float*)&inputs[buffer][piece * 8], (const float*)from); };
-  auto ask_old = [&](const Lane& lane, uint32_t buffer) {
-    const Records record(p, lane, head);
-    if (t < min(record.count, kLate) * kLines) {
-      const uint32_t f = t / kLines, x = t % kLines * 4;
-      copy16(&held[buffer][f][x], record(f) + (x < D ? x : x < D + 32 ? quarter * 32 + x : 2 * D));
-    }
-    if (t < 3 * line) copy(buffer, t, before(p, lane, t / line, c) + channel_of(t % line));
-  };
-  auto new_at = [&](const Lane& lane) {
-    const uint32_t x = t - news;
-    return x < line ? p.x + (uint64_t)lane.first * c + channel_of(x) : p.z + ((uint64_t)lane.first * p.heads + head) * D + quarter * 32 + (x - line) * 8;
-  };
-  uint32_t n = blockIdx.y, buffer = 0;
-  auto lane_at = [&](uint32_t n) { return lane_of(p.lanes + min(n, p.count - 1)); };
-  Lane lane = lane_at(n), next = lane_at(n + gridDim.y);
-  if (p.trigger == 0) pdl_trigger();
-  Piece<kHalf> state(p, lane, head, quarter);
-  state.ask(p);
-  ask_old(lane, 0);
-  float tap[3][4];
-#pragma unroll
-  for (int i = 0; i < 3; i++) {
-    const uint32_t channel = i == 0 ? key_head * D + t : i == 1 ? (p.key_heads + key_head) * D + t : (2 * p.key_heads + head) * D + quarter * 32 + t % 32;
-#pragma unroll
-    for (uint32_t j = 0; j < 4; j++) tap[i][j] = p.conv[j * c + channel];
-  }
-  const float alog = p.alog[head], dt = p.dt[head], norm = p.norm[quarter * 32 + state.own];
-  const bf16 *from = ready(new_at(lane)), *from_a = ready(p.a + (uint64_t)lane.first * p.heads + head), *from_b = ready(p.b + (uint64_t)lane.first * p.heads + head);
-  pdl_wait();
-  if (p.trigger == 1) pdl_trigger();
-  if (t >= news) copy(0, t - news + 3 * line, from);
-  uint32_t a = fresh(from_a), b = fresh(from_b);
-  for (;;) {
-    copies_wait();
-    __syncthreads();
-    const bool more = n + gridDim.y < p.count;
-    Piece<kHalf> coming(p, next, head, quarter);
-    uint32_t next_a = 0, next_b = 0;
-    if (more) {
-      coming.ask(p);
-      ask_old(next, buffer ^ 1);
-      if (t >= news) copy(buffer ^ 1, t - news + 3 * line, new_at(next));
-      next_a = fresh(p.a + (uint64_t)next.first * p.heads + head), next_b = fresh(p.b + (uint64_t)next.first * p.heads + head);
-    }
-    const Lane after = lane_at(n + 2 * gridDim.y);
-    const bf16* in = inputs[buffer];
-    float convolved[3];
-#pragma unroll
-    for (int i = 0; i < 3; i++) {
-      if (i == 2 && t >= 32) continue;
-      float sum = 0.0f;
-#pragma unroll
-      for (int j = 0; j < 3; j++) sum = fmaf(tap[i][j], from_bf16(in[j * W + i * D + t]), sum);
-      raw[i * D + t] = convolved[i] = swish(fmaf(tap[i][3], from_bf16(in[3 * W + i * D + t]), sum));
-    }
-    __syncwarp();  // a warp has the keys that its threads convolve
-    if (warp == 1) {
-      const float decay = decay_of(lo(a), alog, dt), beta = gate(lo(b));
-      if (t == 32) m.scalars = make_float2(decay, beta);
-    }
-    const uint32_t z = __bfloat16_as_ushort(in[4 * W + state.own]);
-    const float qv = convolved[0], kv = convolved[1], qq = warp_sum(qv * qv), kk = warp_sum(kv * kv), qk = warp_sum(qv * kv);
-    if (t % 32 == 0) *(float4*)parts[warp] = make_float4(qq, kk, qk, 0.0f);
-    const Records record(p, lane, head);
-    state.open();
-    state.template fold<kLate>(p, record, held[buffer]);
-    float q[8], k[8];
-    *(float4*)q = *(const float4*)&raw[state.i0], *(float4*)(q + 4) = *(const float4*)&raw[state.i0 + 4];
-    *(float4*)k = *(const float4*)&raw[D + state.i0], *(float4*)(k + 4) = *(const float4*)&raw[D + state.i0 + 4];
-    sums[warp][state.own] = state.along(k, q);
-    __syncthreads();
-    if (record.leave && quarter == 0) record(record.count)[t] = kv;
-    if (!record.leave || warp == 0) {
-      const Rule rule(m.scalars.x, m.scalars.y, parts[0][0] + parts[1][0] + parts[2][0] + parts[3][0], parts[0][1] + parts[1][1] + parts[2][1] + parts[3][1],
-                      parts[0][2] + parts[1][2] + parts[2][2] + parts[3][2]);
-      const float2 s0 = sums[0][state.own], s1 = sums[1][state.own], s2 = sums[2][state.own], s3 = sums[3][state.own];
-      const float2 made = rule(s0.x + s1.x + s2.x + s3.x, s0.y + s1.y + s2.y + s3.y, raw[2 * D + state.own]);
-      if (record.leave) {
-        float* own = record(record.count);
-        own[D + quarter * 32 + state.own] = made.y;
-        if (quarter == 0 && t == 0) own[2 * D] = rule.decay;
-      } else {
-        state.decay(rule.decay);
-        state.correct(k, made.y);
-        state.put(p);
-      }
-      if (warp == 0) end_row(p, lane.first, head, quarter, state.own, made.x, norm, z);
-    }
-    if (!more) return;
-    n += gridDim.y, buffer ^= 1, lane = next, next = after, state = coming, a = next_a, b = next_b;
-  }
-}
-
 // The two forms of a matrix have code of their own.
 NINFER_KERNEL(delta_one, DeltaParams, kQuarter, 5) {
   __shared__ QuartersShared shared;
@@ -703,9 +580,4 @@ NINFER_KERNEL(delta_rows, DeltaParams, kRows, 2) {
   __shared__ RowsShared shared;
   if (p.half_state) rows<true>(p, shared);
   else rows<false>(p, shared);
-}
-NINFER_KERNEL(delta_turns, DeltaParams, kQuarter, 3) {
-  __shared__ TurnsShared shared;
-  if (p.half_state) turns<true>(p, shared);
-  else turns<false>(p, shared);
 }

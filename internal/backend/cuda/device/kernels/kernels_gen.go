@@ -27,7 +27,6 @@ const (
 	DeltaOne                   // DeltaParams
 	DeltaQuarters              // DeltaParams
 	DeltaRows                  // DeltaParams
-	DeltaTurns                 // DeltaParams
 	StemWide                   // StemParams
 	StemProjectBf16            // GemvParams
 	StemProjectE4m3            // GemvParams
@@ -88,7 +87,6 @@ var table = code.Table[ID]{
 		{Name: "delta_one", Source: "delta", Threads: (128)},
 		{Name: "delta_quarters", Source: "delta", Threads: (128)},
 		{Name: "delta_rows", Source: "delta", Threads: (288)},
-		{Name: "delta_turns", Source: "delta", Threads: (128)},
 		{Name: "stem_wide", Source: "drafts", Threads: (512)},
 		{Name: "stem_project_bf16", Source: "drafts", Threads: 320},
 		{Name: "stem_project_e4m3", Source: "drafts", Threads: 320},

@@ -129,7 +129,7 @@ struct ConvParams {
 struct DeltaParams {
   const Lane* lanes;
   const float* qkv;          // [R][c]: after convolution; of delta
-  const __nv_bfloat16* x;    // [R][c]: before it; of delta_quarters, which leaves window and records alone
+  const __nv_bfloat16* x;    // [R][c]: before it; of the others, which leave window and records alone
   const float* conv;         // [4][c] taps
   const __nv_bfloat16* window;   // [slots][3][c]
   const __nv_bfloat16* inputs;   // [lanes][verify][c] records of the window
@@ -142,14 +142,14 @@ struct DeltaParams {
   void* state;               // [slots][heads][dim][dim]: FP32, or BF16 with half_state
   float* records;            // [lanes][ring][heads][2*dim+4]: key, correction, decay
   float* out;                // [R][heads*dim]: of delta
-  __nv_bfloat16* gated;      // [R][heads*dim], without the norm's factor: of delta_quarters
+  __nv_bfloat16* gated;      // [R][heads*dim], without the norm's factor: of the others
   float* squares;            // [R][heads][4]: of each quarter of a head
   uint32_t key_heads, heads, dim, verify;
   float eps;
   uint32_t half_state;
   uint32_t ring, reserved;     // rows of records; in which of every four steps the matrices are written
-  uint32_t count;              // of lanes: of delta_turns
-  uint32_t trigger;            // of delta_quarters and delta_turns: the next kernel may start 0 at once, 1 after the wait, 2 when the activations have been read
+  uint32_t count;              // nobody's
+  uint32_t trigger;            // the next kernel may start 0 at once, 1 after the wait; of delta always the latter
 };
 
 struct PrepParams {
