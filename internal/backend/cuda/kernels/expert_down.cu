@@ -6,6 +6,17 @@
 
 extern __shared__ __align__(128) uint8_t smem[];
 
+// A warp's arrival at a barrier behind what its lanes, now together, did in shared memory. racecheck takes a barrier to order only those threads that
+// arrive at it, so that it wants code compiled with -DNINFER_CHECKED.
+#ifdef NINFER_CHECKED
+static constexpr uint32_t kWarp = 32;
+#else
+static constexpr uint32_t kWarp = 1;
+#endif
+NINFER_DEVICE void warp_arrives(uint32_t bar) {
+  if (kWarp > 1 || threadIdx.x % 32 == 0) mbar_arrive(bar);
+}
+
 // Keeps a value in a register, instead of what it is computed from.
 NINFER_DEVICE void hold(uint32_t& v) { asm volatile("" : "+r"(v)); }
 
@@ -176,8 +187,8 @@ NINFER_KERNEL(expert_down_rows, ExpertDownParams, kDownThreads, 2) {
   STAMP_BEGIN(240)
   if (threadIdx.x < kDownSlots) {
     mbar_init(bars + 8 * threadIdx.x, 1);
-    mbar_init(empty + 8 * threadIdx.x, kDownWorkers);
-    if (threadIdx.x < 2) mbar_init(summed + 8 * threadIdx.x, kDownWorkers);
+    mbar_init(empty + 8 * threadIdx.x, kDownWorkers * kWarp);
+    if (threadIdx.x < 2) mbar_init(summed + 8 * threadIdx.x, kDownWorkers * kWarp);
     mbar_fence_init();
   }
   if (threadIdx.x == 0) {  // the block's first tile, number of tiles and of windows, row: in shared memory, since registers are few
@@ -308,7 +319,7 @@ NINFER_KERNEL(expert_down_rows, ExpertDownParams, kDownThreads, 2) {
     };
     auto release = [&]() {
       __syncwarp();
-      if (lane == 0) mbar_arrive(bar + 8 * kDownSlots);
+      warp_arrives(bar + 8 * kDownSlots);
     };
     if (ta + 1 < nt) {
       uint32_t xp = x_first;
@@ -373,7 +384,7 @@ NINFER_KERNEL(expert_down_rows, ExpertDownParams, kDownThreads, 2) {
     }
     copy_wait<0>();
     __syncwarp();
-    if (lane == 0) mbar_arrive(summed + 8 * (w & 1));
+    warp_arrives(summed + 8 * (w & 1));
   }
   add(lds32(run + 8) - 1);
   STAMP(6)
