@@ -180,9 +180,9 @@ func (d *Device) Attended(a Attention) ([]byte, error) {
 	pairs := tiles(a.Ld, attendPair)
 	p := kernels.AttendGroupParams{Heads: uint32(a.Heads), Kv: uint32(a.KV), ListLd: uint32(a.Ld), Splits: uint32(2 * pairs)}
 	m := kernels.MergeGroupParams{Heads: p.Heads, Splits: p.Splits}
-	attend := kernels.AttendPairs
+	attend, shared := kernels.AttendPairs, uint32(kernels.AttendShared)
 	if a.KeyScales != nil {
-		attend = kernels.AttendPairsFp8
+		attend, shared = kernels.AttendPairsFp8, 0
 	}
 	out := make([]byte, 2*a.Rows*a.Heads*256)
 	err := d.placed("attend", map[*driver.Ptr][]byte{
@@ -190,7 +190,7 @@ func (d *Device) Attended(a Attention) ([]byte, error) {
 		&p.Count: bytesIn(a.Count), &m.Out: out, &p.Partial: bytes.Repeat([]byte{0xff}, 4*a.Rows*a.Heads*pairs*256), &p.Sums: bytes.Repeat([]byte{0xff}, 8*a.Rows*a.Heads*pairs),
 	}, &m.Out, out, func(c *driver.Context) error {
 		m.Partial, m.Sums, m.Count = p.Partial, p.Sums, p.Count
-		if err := d.set.Run(c, d.stream, attend, [3]uint32{p.Kv, uint32(a.Rows), uint32(pairs)}, 0, &p, true); err != nil {
+		if err := d.set.Run(c, d.stream, attend, [3]uint32{p.Kv, uint32(a.Rows), uint32(pairs)}, shared, &p, true); err != nil {
 			return err
 		}
 		return d.set.Run(c, d.stream, kernels.MergePairs, [3]uint32{p.Heads, uint32(a.Rows), 4}, 0, &m, true)

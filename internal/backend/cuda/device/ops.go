@@ -411,9 +411,9 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 	beside := scores && !d.opt.Plain && w.IndexDim == 128 && w.IndexHeads == 4 && w.HeadDim == 256 && w.Rotary.Dim == 64
 	pairs := tiles(longest, attendPair)
 	grouped := !d.opt.Plain && w.HeadDim == 256 && w.Heads/w.KVHeads <= 16 && pairs <= mostPairs
-	attendPairs := kernels.AttendPairs
+	attendPairs, attendShared := kernels.AttendPairs, uint32(kernels.AttendShared)
 	if fp8 {
-		attendPairs = kernels.AttendPairsFp8
+		attendPairs, attendShared = kernels.AttendPairsFp8, 0
 	}
 	var group kernels.AttendGroupParams
 	var join kernels.MergeGroupParams
@@ -477,7 +477,7 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 			}
 		}
 		if grouped {
-			if err := start(p, attendPairs, w.KVHeads, rows, pairs, 0, &group); err != nil {
+			if err := start(p, attendPairs, w.KVHeads, rows, pairs, attendShared, &group); err != nil {
 				return err
 			}
 			if err := start(p, kernels.MergePairs, w.Heads, rows, 4, 0, &join); err != nil {

@@ -258,7 +258,8 @@ NINFER_KERNEL(select_blocks, SelectParams, kSelect, 1) {
 
 static constexpr int kGroup = 256;
 static constexpr uint32_t kKeys = 32;            // tokens at a time
-static constexpr uint32_t kPitch = 256 * 2 + 16;  // bytes of a row in shared memory
+static constexpr uint32_t kPitch = 256 * 2 + 16;     // bytes of a row in shared memory
+static constexpr uint32_t kKeyPitch = 256 * 2 + 64;  // of a key: two next to each other are in other banks
 
 DEVICE void tensor_bf16(float* acc, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -303,6 +304,7 @@ DEVICE void attend_pairs_for(const AttendGroupParams& p) {
   constexpr int kTiles = 4;  // of eight columns, of a warp
   __shared__ __align__(16) uint8_t query[16 * kPitch], value[2 * kKeys * kPitch], weights[2][2][16][kKeys * 2 + 16];
   __shared__ float most[2][4][16], total[2][4][16];
+  extern __shared__ __align__(16) uint8_t tile[];  // of BF16: keys
   const uint32_t kvh = blockIdx.x, r = blockIdx.y, t = threadIdx.x, warp = t / 32, lane = t % 32, g = lane / 4, q4 = lane % 4, unit = warp / 4;
   const uint32_t group = p.heads / p.kv, begin = blockIdx.z * 2 * kKeys;
   const uint32_t* list = p.list + (uint64_t)r * p.list_ld;
@@ -318,24 +320,28 @@ DEVICE void attend_pairs_for(const AttendGroupParams& p) {
   const uint32_t of_value = F8 ? __ldcg(list + min(begin + t / 4, p.list_ld - 1)) : 0;
   if (begin >= n) return;  // the merge knows as well
   constexpr int kChunks = F8 ? 4 : 8;  // of 64 bytes of a key
-  uint4 key[kChunks], v8[kChunks];
+  uint4 key[F8 ? kChunks : 1], v8[kChunks];
   float ks = 0.0f, vs = 0.0f;
-  {
-    const bool live = begin + warp * 8 + g < n;
-    const uint64_t line = (uint64_t)of_key * p.kv + kvh;  // heads of 256 values
-    const uint4* from = (const uint4*)((const uint8_t*)p.keys + line * (F8 ? 256 : 512)) + q4;
-#pragma unroll
-    for (int c = 0; c < kChunks; c++) key[c] = live ? from[c * 4] : make_uint4(0, 0, 0, 0);
-    if (F8) ks = live ? from_bf16(p.key_scales[line]) : 0.0f, vs = live ? from_bf16(p.value_scales[line]) : 0.0f;
-  }
   if (F8) {
-    const bool on = begin + t / 4 < n;
+    const bool live = begin + warp * 8 + g < n, on = begin + t / 4 < n;
+    const uint64_t line = (uint64_t)of_key * p.kv + kvh;
     const uint8_t* from = (const uint8_t*)p.values + ((uint64_t)of_value * p.kv + kvh) * 256 + t % 4 * 16;
+#pragma unroll
+    for (int c = 0; c < kChunks; c++) key[F8 ? c : 0] = live ? *((const uint4*)((const uint8_t*)p.keys + line * 256) + q4 + c * 4) : make_uint4(0, 0, 0, 0);
+    ks = live ? from_bf16(p.key_scales[line]) : 0.0f, vs = live ? from_bf16(p.value_scales[line]) : 0.0f;
 #pragma unroll
     for (int i = 0; i < kChunks; i++) v8[i] = on ? *(const uint4*)(from + 64 * i) : make_uint4(0, 0, 0, 0);
   } else {
+    // Keys, of which a warp reads its own only, then values: a row at a time, whole lines.
 #pragma unroll
-    for (int i = 0; i < 8; i++) {  // a row at a time, whole lines
+    for (int i = 0; i < 8; i++) {
+      const uint64_t line = (uint64_t)__shfl_sync(~0u, of_key, 4 * i) * p.kv + kvh;
+      const bool on = begin + warp * 8 + i < n;
+      copy16(tile + (warp * 8 + i) * kKeyPitch + lane * 16, (const uint8_t*)p.keys + (on ? line * 512 + lane * 16 : 0), on);
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
       const uint64_t line = (uint64_t)__shfl_sync(~0u, of_key, 4 * i) * p.kv + kvh;
       const bool on = begin + warp * 8 + i < n;
       copy16(value + (warp * 8 + i) * kPitch + lane * 16, (const uint8_t*)p.values + (on ? line * 512 + lane * 16 : 0), on);
@@ -343,13 +349,18 @@ DEVICE void attend_pairs_for(const AttendGroupParams& p) {
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
   __syncthreads();  // the queries are there
+  if (!F8) {
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
+    __syncwarp();
+  }
   float s[4][4];
 #pragma unroll
   for (int c = 0; c < 4; c++) s[c][0] = s[c][1] = s[c][2] = s[c][3] = 0.0f;
 #pragma unroll
   for (int c = 0; c < kChunks; c++) {
-    uint32_t k[8] = {key[c].x, key[c].y, key[c].z, key[c].w, 0, 0, 0, 0};
-    if (F8) codes_to_bf16(key[c], k);
+    const uint4 own = F8 ? key[F8 ? c : 0] : *(const uint4*)(tile + (warp * 8 + g) * kKeyPitch + c * 64 + q4 * 16);
+    uint32_t k[8] = {own.x, own.y, own.z, own.w, 0, 0, 0, 0};
+    if (F8) codes_to_bf16(own, k);
 #pragma unroll
     for (int i = 0; i < (F8 ? 2 : 1); i++) {
       const uint32_t from = F8 ? c * 128 + q4 * 32 + i * 16 : c * 64 + q4 * 16;

@@ -49,6 +49,9 @@ const (
 	Candidates = 8192
 )
 
+// AttendShared is the shared memory that a block of AttendPairs asks for: keys of BF16.
+const AttendShared = 64 * 576
+
 // LikelyIDs is how many ids Likely finds.
 const LikelyIDs = 128
 
