@@ -57,16 +57,16 @@ static constexpr float kEps = 1e-6f;
 static constexpr int kDownWarps = 10;
 static constexpr int kDownThreads = 32 * kDownWarps;
 
-// For MOST activation rows at most: 1, 2 or 8. A block has half of a stream's k of 32 weight rows, or with more than two activation rows a quarter of 64, of
-// which each slice of 128 k has a warp in either of two teams, that make its operand for each other.
-template <uint32_t MOST>
-static constexpr uint32_t kTeams = MOST > 2 ? 2 : 1;
+// For MOST activation rows at most: 1, 2, 4 or 8. A block has half of a stream's k of 32 weight rows, or with more activation rows a quarter of 64, of which each
+// slice of 128 k has a warp in either of two teams, that make its operand for each other; of up to four rows 16-bit weights gain nothing by that.
+template <bool FP8, uint32_t MOST>
+static constexpr uint32_t kTeams = MOST > (FP8 ? 2 : 4) ? 2 : 1;
 // APART: the sums have a place of their own, not one that weights had.
-template <uint32_t MOST, bool APART>
+template <uint32_t MOST, uint32_t TEAMS, bool APART>
 struct DownShared {
-  static constexpr uint32_t kSlices = kDownWarps / kTeams<MOST>;
-  float sums[APART ? kSlices : 1][MOST][32 * kTeams<MOST> + 4];  // of a slice; the last four are not used
-  float undo[kSlices][MOST];                                       // what takes a slice's power of two back
+  static constexpr uint32_t kSlices = kDownWarps / TEAMS;
+  float sums[APART ? kSlices : 1][MOST][32 * TEAMS + 4];  // of a slice; the last four are not used
+  float undo[kSlices][MOST];                              // what takes a slice's power of two back
   float squares[kSlices][MOST];
   float injects[MOST];
 };
@@ -107,9 +107,9 @@ struct Count {
 // E4M3 weights are FP16 numbers, and so is their operand, times a power of two that brings the largest of the warp's below 2^15: 2^-11 of each value
 // is lost at most, where its BF16 result loses 2^-8. BF16 weights have two BF16 operands, high and low part, of which 2^-16 is lost.
 template <bool FP8, bool INJECT, uint32_t MOST>
-NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t part, uint32_t group, DownShared<MOST, !FP8 || MOST <= 2>& sh) {
-  constexpr bool HALF = FP8 && !INJECT, MANY = MOST > 2, SHORT = MANY && HALF;
-  constexpr uint32_t TEAMS = kTeams<MOST>, kSlices = kDownWarps / TEAMS, kPart = 128 * kSlices, kRows = 32 * TEAMS;
+NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t part, uint32_t group, DownShared<MOST, kTeams<FP8, MOST>, !FP8 || MOST <= 2>& sh) {
+  constexpr bool HALF = FP8 && !INJECT, MANY = MOST > 2, SHORT = HALF && kTeams<FP8, MOST> > 1;
+  constexpr uint32_t TEAMS = kTeams<FP8, MOST>, kSlices = kDownWarps / TEAMS, kPart = 128 * kSlices, kRows = 32 * TEAMS;
   constexpr uint32_t kHalf = kPart + 32, kWhole = 2 * kPart + 64;  // bytes from a weight row to the next, apart in banks
   constexpr uint32_t bytes = HALF ? 1 : 2, pitch = HALF ? kHalf : kWhole, cell = 256 + 64;
   constexpr uint32_t kPasses = HALF ? 1 : (MOST + 3) / 4;
@@ -330,7 +330,10 @@ NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t part, uint32_t grou
       else
         copied(r, Count<1>{});
     }
-    named_sync(1 + slice, 32 * TEAMS);
+    if (TEAMS > 1)
+      named_sync(1 + slice, 32 * TEAMS);
+    else
+      __syncwarp();
   } else {
     float inject[kAhead];
 #pragma unroll
@@ -403,12 +406,12 @@ NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t part, uint32_t grou
 }
 
 // The grid is the parts of four streams, two halves or four quarters each, times (groups of rows, then one block for injection rows).
-#define DOWN(FP8, MOST)                                                                   \
-  __shared__ DownShared<MOST, !FP8 || MOST <= 2> sh;                                      \
-  const uint32_t part = blockIdx.x % (8 * kTeams<MOST>), group = blockIdx.x / (8 * kTeams<MOST>); \
-  if (group < p.groups)                                                                   \
-    down_rows<FP8, false, MOST>(p, part, group, sh);                                      \
-  else                                                                                    \
+#define DOWN(FP8, MOST)                                                                                         \
+  __shared__ DownShared<MOST, kTeams<FP8, MOST>, !FP8 || MOST <= 2> sh;                                         \
+  const uint32_t part = blockIdx.x % (8 * kTeams<FP8, MOST>), group = blockIdx.x / (8 * kTeams<FP8, MOST>);     \
+  if (group < p.groups)                                                                                         \
+    down_rows<FP8, false, MOST>(p, part, group, sh);                                                            \
+  else                                                                                                          \
     down_rows<FP8, true, MOST>(p, part, group, sh);
 
 // Here the last argument is a kernel's registers: 80 leave room for the kernel before it. sm_120a, which is tuned for nothing yet, needs more not to spill.
@@ -424,6 +427,7 @@ NINFER_KERNEL(hc_down_bf16, HcDownParams, kDownThreads, 80) { DOWN(false, 1) }
 NINFER_KERNEL(hc_down_e4m3, HcDownParams, kDownThreads, 80) { DOWN(true, 1) }
 NINFER_KERNEL(hc_down_two_bf16, HcDownParams, kDownThreads, 80) { DOWN(false, 2) }
 NINFER_KERNEL(hc_down_two_e4m3, HcDownParams, kDownThreads, 80) { DOWN(true, 2) }
+NINFER_KERNEL(hc_down_few_bf16, HcDownParams, kDownThreads, 80) { DOWN(false, 4) }
 NINFER_KERNEL(hc_down_rows_bf16, HcDownParams, kDownThreads, 80) { DOWN(false, 8) }
 NINFER_KERNEL(hc_down_rows_e4m3, HcDownParams, kDownThreads, 80) { DOWN(true, 8) }
 #pragma pop_macro("NINFER_KERNEL")
@@ -569,7 +573,7 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
       if (i % (kUpRank / 8) * 8 >= p.l) sts128(operand + i / (kUpRank / 8) * kUpPitch + i % (kUpRank / 8) * 16, make_uint4(0, 0, 0, 0));
   // Thread 4 u + s adds values 4 u + s of the streams' partial sums, of which it loads those of stream s.
   const uint32_t u = threadIdx.x / 4, s = threadIdx.x % 4, width = p.l + 4;
-  const bool quarters = MOST == 8 || MOST == 4 && p.r > 2;  // of the sums' k
+  const bool quarters = MOST == 8 || MOST == 4 && FP8 && p.r > 2;  // of the sums' k
   const float *parts = p.partial + ((uint64_t)rank * 4 + s) * (quarters ? 4 : 2) * width + 4 * u, *all = p.square + (quarters ? 4 : 2) * (ONE ? s : lane);
   const bf16* xs = p.x + (uint64_t)of * 4 * p.h + row;
   const bf16* out = p.mix + (uint64_t)of * p.h + first + place / 4;

@@ -23,6 +23,7 @@ const (
 	HcDownE4m3                 // HcDownParams
 	HcDownTwoBf16              // HcDownParams
 	HcDownTwoE4m3              // HcDownParams
+	HcDownFewBf16              // HcDownParams
 	HcDownRowsBf16             // HcDownParams
 	HcDownRowsE4m3             // HcDownParams
 	HcUpMixBf16                // HcUpParams
@@ -69,6 +70,7 @@ var table = code.Table[ID]{
 		{Name: "hc_down_e4m3", Source: "hyper", Threads: (32 * (10))},
 		{Name: "hc_down_two_bf16", Source: "hyper", Threads: (32 * (10))},
 		{Name: "hc_down_two_e4m3", Source: "hyper", Threads: (32 * (10))},
+		{Name: "hc_down_few_bf16", Source: "hyper", Threads: (32 * (10))},
 		{Name: "hc_down_rows_bf16", Source: "hyper", Threads: (32 * (10))},
 		{Name: "hc_down_rows_e4m3", Source: "hyper", Threads: (32 * (10))},
 		{Name: "hc_up_mix_bf16", Source: "hyper", Threads: (384)},

@@ -276,7 +276,7 @@ const (
 	downRows   = 32   // weight rows of a warp of hc_down: two tiles of the tensor instruction
 	downSlice  = 128  // k of such a warp
 	hyperWarps = 10   // of a block
-	downTwo    = 2    // rows up to which its warps have a slice of k each; with more two share one
+	downTwo    = 2    // rows up to which its warps have a slice of k each, of BF16 weights upFew; with more two share one
 	downCell   = 320  // bytes of its shared memory for a slice of an activation row
 	downStatic = 3072 // bytes of its shared memory that are not in the plan, at most
 	downSums   = 9216 // and with BF16 weights of several rows
@@ -307,12 +307,12 @@ func (l Limits) HcDown(fp8 bool, r, h, low uint32) (Plan, HcDownParams, error) {
 	// A block has half of a stream's k, or a quarter of twice as many weight rows; one a part more makes the injection rows. Fewer blocks of more rows read the
 	// activations less often, but take longer to get 16-bit weights.
 	teams := uint32(1)
-	if r > downTwo {
+	if r > upFew || r > downTwo && fp8 {
 		teams = 2
 	}
 	parts, slices := 8*teams, hyperWarps/teams
 	p.Groups = (low + teams*downRows - 1) / (teams * downRows)
-	if most := l.SMs/parts - 1; !fp8 && r != downTwo {
+	if most := l.SMs/parts - 1; !fp8 && (r == 1 || r > upFew) {
 		p.Groups = max(p.Groups, min(low, most))
 	} else if 2*p.Groups <= most {
 		p.Groups *= 2
@@ -323,7 +323,10 @@ func (l Limits) HcDown(fp8 bool, r, h, low uint32) (Plan, HcDownParams, error) {
 	}
 	// the weights, and cells for each slice; of E4M3 the sums need room behind the inject rows, which are BF16
 	half, whole := slices*downSlice+32, 2*slices*downSlice+64
-	plan := Plan{Kernel: []ID{HcDownBf16, HcDownTwoBf16, HcDownRowsBf16}[min(r, 3)-1], Grid: parts * (p.Groups + 1)}
+	plan := Plan{Kernel: []ID{HcDownBf16, HcDownTwoBf16, HcDownFewBf16}[min(r, 3)-1], Grid: parts * (p.Groups + 1)}
+	if r > upFew {
+		plan.Kernel = HcDownRowsBf16
+	}
 	both := slices * (2*r*downCell + 64)
 	plan.Shared = 128 + max(rows, 4)*whole + both
 	if fp8 {
