@@ -287,7 +287,7 @@ func (s *step) prepareGDN(c *driver.Context, op backend.GDN) (func(*pass) error,
 			shift := kernels.Shift{
 				Lanes: s.lanes, X: raw, Window: conv.Window, Records: conv.Records, Count: uint32(len(p.lanes)), C: conv.C, Depth: conv.Taps - 1, Verify: conv.Verify,
 			}
-			_, err := p.project(multiplicand{x: delta.Gated, squares: delta.Squares, dim: w.Dim, eps: w.Eps}, vd, len(p.rows), []kernels.Part{out}, shift)
+			_, err := p.project(multiplicand{x: delta.Gated, squares: delta.Squares, dim: w.Dim, eps: w.Eps, lanes: p.s.program.Pass.Kind == backend.Decode}, vd, len(p.rows), []kernels.Part{out}, shift)
 			return err
 		}
 		if err := start(p, kernels.Conv, tiles(width, 256), len(p.lanes), 1, 0, &conv); err != nil {
@@ -498,7 +498,7 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 // attended multiplies rows that attention has left. Of E4M3 the Project kernels bring all of a block's weights, while it lasts.
 func (p *pass) attended(x driver.Ptr, width, rows int, out kernels.Part) error {
 	if kernels.Format(out.M.Format) != kernels.BF16 {
-		if ok, err := p.project(multiplicand{x: x, dim: 1}, width, rows, []kernels.Part{out}, kernels.Shift{}); ok || err != nil {
+		if ok, err := p.project(multiplicand{x: x, dim: 1, lanes: p.s.program.Pass.Kind == backend.Decode}, width, rows, []kernels.Part{out}, kernels.Shift{}); ok || err != nil {
 			return err
 		}
 	}

@@ -153,6 +153,7 @@ type multiplicand struct {
 	f32        bool
 	dim        int
 	eps        float64
+	lanes      bool // the rows are those of a decoding step's lanes
 }
 
 // project multiplies rows of x if there is a kernel for the parts. It does shift on the side.
@@ -183,6 +184,10 @@ func (p *pass) project(x multiplicand, ld, rows int, parts []plain.Part, shift p
 				q.Part[i].ScaleF32 = 1
 			}
 		}
+		if x.lanes && x.squares != 0 && n == 2 && kernel == plain.ProjectWhole {
+			// so that what the delta rule reads does not wait behind the weights; of one lane nothing does, of more the blocks come too late
+			q.Part[0].Reserved = plain.Paced(350, 8)
+		}
 		if err := start(p, kernel, grid, 1, 1, uint32(shared), &q); err != nil {
 			return false, err
 		}
@@ -201,6 +206,15 @@ func projector(d *Device, rows *int, x multiplicand, k int, parts []plain.Part, 
 			for blocks := 1; blocks <= 4 && j.E4M3 == e4m3; blocks++ { // of an SM, one after the other: where shared memory is small each has fewer weight rows
 				if q.R, q.Blocks = *rows, gpu.SMs/j.Cluster*j.Cluster*blocks; q.Blocks == 0 || j.Cluster > 1 && blocks > 1 {
 					continue
+				}
+				if j.Kernel == plain.ProjectWholeLanes {
+					if !x.lanes {
+						continue
+					}
+					// SMs that get no room before others need not be waited for: a tile's instructions are for 24 weight rows anyway.
+					if n := (q.N + plain.ProjectTile - 1) / plain.ProjectTile; *rows > 5 && n < q.Blocks {
+						q.Blocks = (n + 1) / 2 * 2
+					}
 				}
 				if size, ok := j.Shared(q); ok && size <= gpu.SharedPerBlock {
 					return j.Kernel, q.Blocks, size

@@ -58,6 +58,9 @@ const LikelyIDs = 128
 // StemColumns is how many columns of the streams a block of a StemProject kernel makes.
 const StemColumns = 24
 
+// ProjectTile is how many weight rows a block of a Project kernel works on at a time.
+const ProjectTile = 24
+
 // ProjectRows is how many activation rows a Project kernel takes at most.
 const ProjectRows = 8
 
@@ -73,6 +76,7 @@ type Projector struct {
 // Projectors are the Project kernels, the best first.
 var Projectors = []Projector{
 	{ProjectWhole, true, 1, 2, 1, 0},
+	{ProjectWholeLanes, true, 3, ProjectRows, 2, 0},
 	{ProjectWholeRows, true, 2, ProjectRows, 2, 0},
 	{ProjectE4m3, true, 1, ProjectRows, 1, 4},
 	{ProjectBf16Rows, false, 3, ProjectRows, 8, 6},
@@ -90,9 +94,12 @@ type Projection struct {
 // Shares says how many of n weight rows each of so many blocks has, and 65,536 times how many blocks have one more. It is a parameter of the kernel.
 func Shares(n, blocks int) uint32 { return uint32(n/blocks | n%blocks<<16) }
 
+// Paced makes a Project kernel that brings all of a block's weights ask for a number of rows so many clocks apart, and for the rest at once.
+func Paced(clocks, rows uint32) uint32 { return clocks | rows<<16 }
+
 // Shared is the shared memory of a block; ok is false where the kernel cannot do it.
 func (j Projector) Shared(p Projection) (size int, ok bool) {
-	const passRows, pieces = 24, 96                      // kPass and kPieces of project.cu
+	const passRows, pieces = ProjectTile, 96             // kPass and kPieces of project.cu
 	operands, pad, run, warps, held := 2, 64, 32, 8, 768 // run: values in 64 bytes of weights; held: of a row, which a warp makes at most
 	if j.E4M3 {
 		operands, pad, run, warps, held = 1, 16, 64, 12, 512
@@ -135,7 +142,7 @@ type Set = code.Set[ID]
 // Load loads the machine code into c: the committed one, or that of files. It fails with *driver.ArchError on a GPU there is no code for.
 func Load(c *driver.Context, files fs.FS) (*Set, error) {
 	return code.Load(c, &table, files, []ID{
-		Delta, ProjectBf16, ProjectBf16Deep, ProjectBf16Rows, ProjectE4m3, ProjectWhole, ProjectWholeRows,
+		Delta, ProjectBf16, ProjectBf16Deep, ProjectBf16Rows, ProjectE4m3, ProjectWhole, ProjectWholeRows, ProjectWholeLanes,
 		// where an SM had been divided for attention's kernels, the product that comes next could not start beside them
 		PrepScore, SelectBlocks, AttendPairs, AttendPairsFp8, MergePairs,
 	})

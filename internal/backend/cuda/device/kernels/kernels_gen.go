@@ -14,57 +14,58 @@ type ID int
 
 // The kernels.
 const (
-	SelectBlocks     ID = iota // SelectParams
-	AttendPairs                // AttendGroupParams
-	AttendPairsFp8             // AttendGroupParams
-	MergePairs                 // MergeGroupParams
-	Conv                       // ConvParams
-	Score                      // ScoreParams
-	Attend                     // AttendParams
-	Merge                      // MergeParams
-	Route                      // RouteParams
-	Delta                      // DeltaParams
-	DeltaOne                   // DeltaParams
-	DeltaQuarters              // DeltaParams
-	DeltaRows                  // DeltaParams
-	StemWide                   // StemParams
-	StemProjectBf16            // GemvParams
-	StemProjectE4m3            // GemvParams
-	ConvRows                   // ConvParams
-	CarryWide                  // CarryParams
-	DraftedTokens              // GatherParams
-	RouteWide                  // RouteParams
-	ExpertUpWide               // ExpertUpParams
-	ExpertDownWide             // ExpertDownParams
-	Likely                     // LikelyParams
-	Gemv                       // GemvParams
-	HcUp                       // HcUpParams
-	ExpertUp                   // ExpertUpParams
-	ExpertDown                 // ExpertDownParams
-	Pick                       // PickParams
-	Prep                       // PrepParams
-	PrepScore                  // PrepScoreParams
-	ProjectWhole               // ProjectParams
-	ProjectWholeRows           // ProjectParams
-	ProjectE4m3                // ProjectParams
-	ProjectBf16                // ProjectParams
-	ProjectBf16Deep            // ProjectParams
-	ProjectBf16Rows            // ProjectParams
-	Begin                      // BeginParams
-	BeginChained               // GatherParams
-	Embed                      // EmbedParams
-	Inject                     // InjectParams
-	StemNorm                   // StemParams
-	StemAdd                    // StemAddParams
-	Carry                      // CarryParams
-	Table                      // TableParams
-	PleGate                    // PleGateParams
-	PleJoin                    // PleJoinParams
-	Gather                     // GatherParams
-	Words                      // WordsParams
-	Report                     // ReportParams
-	ReportBest                 // ReportBestParams
-	Sizes                      // SizesParams
+	SelectBlocks      ID = iota // SelectParams
+	AttendPairs                 // AttendGroupParams
+	AttendPairsFp8              // AttendGroupParams
+	MergePairs                  // MergeGroupParams
+	Conv                        // ConvParams
+	Score                       // ScoreParams
+	Attend                      // AttendParams
+	Merge                       // MergeParams
+	Route                       // RouteParams
+	Delta                       // DeltaParams
+	DeltaOne                    // DeltaParams
+	DeltaQuarters               // DeltaParams
+	DeltaRows                   // DeltaParams
+	StemWide                    // StemParams
+	StemProjectBf16             // GemvParams
+	StemProjectE4m3             // GemvParams
+	ConvRows                    // ConvParams
+	CarryWide                   // CarryParams
+	DraftedTokens               // GatherParams
+	RouteWide                   // RouteParams
+	ExpertUpWide                // ExpertUpParams
+	ExpertDownWide              // ExpertDownParams
+	Likely                      // LikelyParams
+	Gemv                        // GemvParams
+	HcUp                        // HcUpParams
+	ExpertUp                    // ExpertUpParams
+	ExpertDown                  // ExpertDownParams
+	Pick                        // PickParams
+	Prep                        // PrepParams
+	PrepScore                   // PrepScoreParams
+	ProjectWhole                // ProjectParams
+	ProjectWholeRows            // ProjectParams
+	ProjectWholeLanes           // ProjectParams
+	ProjectE4m3                 // ProjectParams
+	ProjectBf16                 // ProjectParams
+	ProjectBf16Deep             // ProjectParams
+	ProjectBf16Rows             // ProjectParams
+	Begin                       // BeginParams
+	BeginChained                // GatherParams
+	Embed                       // EmbedParams
+	Inject                      // InjectParams
+	StemNorm                    // StemParams
+	StemAdd                     // StemAddParams
+	Carry                       // CarryParams
+	Table                       // TableParams
+	PleGate                     // PleGateParams
+	PleJoin                     // PleJoinParams
+	Gather                      // GatherParams
+	Words                       // WordsParams
+	Report                      // ReportParams
+	ReportBest                  // ReportBestParams
+	Sizes                       // SizesParams
 )
 
 // Name is the kernel's name.
@@ -106,6 +107,7 @@ var table = code.Table[ID]{
 		{Name: "prep_score", Source: "prep", Threads: 256},
 		{Name: "project_whole", Source: "project", Threads: (32 * (12))},
 		{Name: "project_whole_rows", Source: "project", Threads: (32 * (12))},
+		{Name: "project_whole_lanes", Source: "project", Threads: (32 * (12))},
 		{Name: "project_e4m3", Source: "project", Threads: (32 * (12))},
 		{Name: "project_bf16", Source: "project", Threads: (32 * (8))},
 		{Name: "project_bf16_deep", Source: "project", Threads: (32 * (8))},

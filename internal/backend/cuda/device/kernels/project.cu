@@ -4,7 +4,7 @@
 //   project_e4m3   W in E4M3 with a scale a row; x becomes FP16, each share of k scaled by a power of two.
 //   project_whole  the same where a block's weights fit into shared memory: all of them come by bulk copies, behind which no load of another
 //                  block on the SM has to stand. At most four rows, x in BF16.
-//   ..._rows       several rows, in clusters. x in BF16.
+//   ..._rows       several rows, in clusters. x in BF16. project_whole_lanes: the same with more registers.
 //   ..._deep       more on its way.
 //   Grid: any, a multiple of the cluster; one block an SM.
 //
@@ -118,7 +118,8 @@ DEVICE void bring(const Shift& s, uint32_t at, uint32_t fresh) {
     *(uint4*)to = r < fresh ? shared_load(at + 64 + 16 * r) : __ldcg((const uint4*)(s.x + (uint64_t)(l.z + r) * s.c + l.w));
 }
 
-// At most 64 registers, in 16 bits 96, which leave room for two blocks of the delta rule.
+// At most 64 registers, in 16 bits 96, which leave room for three or two blocks of the delta rule; 80 of several lanes, beside whose delta rule there is
+// room for nothing.
 //
 // Warps share K. The last one asks for weights that come by bulk copies, the one before it brings windows forward. What a block does before its wait is
 // short, as instructions come from far: it may begin late.
@@ -168,13 +169,24 @@ DEVICE void project(const ProjectParams& p) {
     __syncwarp();
     if (kWhole) {
       if (C == 1) asm volatile("bar.arrive 1, %0;" ::"n"(32 * W) : "memory");
+      // The first ones no faster than memory gives them, if so wished: what others read waits behind all that has been asked for.
+      const uint32_t clocks = p.part[0].reserved & 0xffff, slow = (p.part[0].reserved >> 16) * C;
+      uint32_t begun, now;
+      asm volatile("mov.u32 %0, %clock;" : "=r"(begun)::"memory");
 #pragma unroll 1
-      for (uint32_t i = lane; i < C * tile && last_chunk > first_chunk; i += 32) {
-        const uint32_t of = i < tile ? 0 : 1, n = first_of(home + of) + i - of * tile;  // of at most two blocks
-        if (n < first_of(home + of + 1))
+      for (uint32_t at = 0; at < C * tile && last_chunk > first_chunk;) {
+        const bool one = at < slow;
+        if (one) {
+          do asm volatile("mov.u32 %0, %clock;" : "=r"(now)::"memory");
+          while (now - begun < at * clocks / C);
+        }
+        __syncwarp();
+        const uint32_t i = at + lane, of = i < tile ? 0 : 1, n = first_of(home + of) + i - of * tile;  // of at most two blocks
+        if (i < (one ? at + 1 : C * tile) && n < first_of(home + of + 1))
           asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(weights + i * row_pitch),
                        "l"(row_at(n, first_chunk)), "r"((last_chunk - first_chunk) * 64), "r"(bar), "l"(policy)
                        : "memory");
+        at += one ? 1 : 32;
       }
       __syncwarp();
     }
@@ -479,10 +491,12 @@ DEVICE void project(const ProjectParams& p) {
 #define NINFER_KERNEL(name, Params, threads, registers) extern "C" __global__ void __maxnreg__(registers) name(const __grid_constant__ Params p)
 #define CLUSTER(name, n) extern "C" __global__ void __cluster_dims__(n, 1, 1) name(const __grid_constant__ ProjectParams p);
 CLUSTER(project_whole_rows, 2)
+CLUSTER(project_whole_lanes, 2)
 CLUSTER(project_bf16_rows, 8)
 
 NINFER_KERNEL(project_whole, ProjectParams, kProject, 64) { project<true, 0, 1>(p); }
 NINFER_KERNEL(project_whole_rows, ProjectParams, kProject, 64) { project<true, 0, 2>(p); }
+NINFER_KERNEL(project_whole_lanes, ProjectParams, kProject, 80) { project<true, 0, 2>(p); }
 NINFER_KERNEL(project_e4m3, ProjectParams, kProject, 128) { project<true, 4, 1>(p); }
 NINFER_KERNEL(project_bf16, ProjectParams, kProject16, 96) { project<false, 6, 1>(p); }
 NINFER_KERNEL(project_bf16_deep, ProjectParams, kProject16, 96) { project<false, 12, 1>(p); }
