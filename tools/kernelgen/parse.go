@@ -32,7 +32,7 @@ type kernel struct{ name, source, params, threads string }
 var (
 	reComment = regexp.MustCompile(`(?s)//[^\n]*|/\*.*?\*/`)
 	reStruct  = regexp.MustCompile(`(?s)struct (\w+) \{(.*?)\};`)
-	reKernel  = regexp.MustCompile(`NINFER_KERNEL\((\w+), (\w+), (\w+), \d+\)`)
+	reKernel  = regexp.MustCompile(`(?m)^NINFER_KERNEL\((\w+), (\w+), (\w+), \w+\)`)
 	reConst   = regexp.MustCompile(`static constexpr int (\w+) = ([^;]+);`)
 	reField   = regexp.MustCompile(`^(\w+)(?:\[(\d+)\])?$`)
 )

@@ -42,7 +42,8 @@ static constexpr int kWarps = 8;
 static constexpr int kThreads = 32 * kWarps;
 // NINFER_KERNEL(not_me, P, 32, 1)
 NINFER_KERNEL(one, P, kThreads, 2) { }
-NINFER_KERNEL(two, Q, 64, 1) { }`)
+#define NINFER_KERNEL(name, Params, threads, blocks) not_me_either
+NINFER_KERNEL(two, Q, 64, kBlocks) { }`)
 	if err != nil {
 		t.Fatal(err)
 	}
