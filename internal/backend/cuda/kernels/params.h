@@ -58,7 +58,7 @@ struct HcDownParams {
   __nv_bfloat16* x_out;          // [R][4][H] streams after injection; never x itself
   float* partial;                // [R][4][2][L+4], of both halves of a stream; with three rows and more [R][4][4][L+4], of its quarters
   float* square;                 // [R][4][2] or [R][4][4] sums of squares of the new streams
-  uint32_t r, h, l, groups;      // groups of rows; grid = 8 * (groups + 1)
+  uint32_t r, h, l, groups;      // groups of weight rows; grid = 8 * (groups + 1), or 16 * (groups + 1) of quarters
   uint32_t scale_f32;
   uint32_t trigger;              // the next kernel may start: 0 at once, 1 when the activations have been read, 2 after the wait
 };
@@ -97,7 +97,7 @@ struct RouterParams {
   float* shared_logit;           // [R]
   Ahead ahead;                   // of the next layer's first matrix
   uint32_t r, x_ld, k, experts, inner, scale_f32;
-  uint32_t trigger, reserved;
+  uint32_t trigger, reserved;    // reserved: pairs of rows of a block in its upper half, how many blocks have one more in the lower
 };
 
 struct ExpertUpParams {

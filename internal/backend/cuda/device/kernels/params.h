@@ -58,7 +58,7 @@ struct ProjectPart {
   const void* w;             // [rows][k]: BF16 or E4M3
   const void* scale;         // of an E4M3 row: BF16, or FP32 with scale_f32
   __nv_bfloat16* out;        // [r][out_ld]
-  uint32_t rows, out_ld, scale_f32, reserved;
+  uint32_t rows, out_ld, scale_f32, reserved;  // reserved: of the first part how its weights are paced, kernels.Paced
 };
 
 // A convolution's window still to be brought forward by the rows of a pass, or their records to be left.
@@ -75,7 +75,7 @@ struct ProjectParams {
   const float* squares;      // [r][k/dim][4]: parts of the sum of squares of each dim values, or null
   uint32_t r, x_ld, k, dim, parts;  // r: 1..8
   float eps;
-  uint32_t x_f32, reserved;
+  uint32_t x_f32, reserved;  // reserved: weight rows of each block, kernels.Shares
   ProjectPart part[4];
   Shift shift;
 };
