@@ -360,7 +360,7 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 	prep := kernels.PrepParams{
 		Rows: s.rows, Key: key, Value: value, Index: index, KNorm: l.vector(w.KeyNorm), Inverse: l.rotary(w.Rotary), Pages: d.tables, PagesLd: uint32(d.tablePages()),
 		Heads: uint32(w.Heads), Kv: uint32(w.KVHeads), Hd: uint32(w.HeadDim), Ih: uint32(w.IndexHeads), Id: uint32(w.IndexDim),
-		Rot: uint32(w.Rotary.Dim), Eps: float32(w.Eps), Append: 1, IkNorm: l.vector(w.IndexKeyNorm), Ratio: uint32(w.Ratio),
+		Rot: uint32(w.Rotary.Dim), Eps: float32(w.Eps), IkNorm: l.vector(w.IndexKeyNorm), Ratio: uint32(w.Ratio),
 	}
 	d.bind(func() {
 		k, v := &d.states[op.Keys], &d.states[op.Values]
@@ -382,7 +382,6 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 	}
 	units += w.Heads
 	longest := (w.Blocks*w.Ratio + w.Ratio - 1 + 3) / 4 * 4
-	prep.Append = 0
 	prep.Qg, prep.QNorm, prep.IqNorm = l.rows("query and gate", 4*qw), l.vector(w.QueryNorm), l.vector(w.IndexQueryNorm)
 	prep.Q, prep.Iq = l.rows("query", 2*qw), l.rows("index query", 2*w.IndexHeads*w.IndexDim)
 	parts = append(parts, part(l.matrix(w.QueryGate), prep.Qg, 2*qw, 0, 0))
@@ -421,11 +420,9 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 		group = kernels.AttendGroupParams{
 			Q: prep.Q, List: choose.List, Count: choose.Count, Heads: prep.Heads, Kv: prep.Kv,
 			ListLd: choose.ListLd, Splits: uint32(2 * pairs), Partial: l.rows("attention pairs", 4*w.Heads*pairs*256), Sums: l.rows("attention sums", 8*w.Heads*pairs),
-			Rows: s.rows, Ratio: score.Ratio, Most: score.Most,
 		}
 		join = kernels.MergeGroupParams{
 			Partial: group.Partial, Sums: group.Sums, Count: group.Count, Qg: prep.Qg, Out: merge.Out, Heads: prep.Heads, Splits: group.Splits,
-			Rows: s.rows, Ratio: score.Ratio, Most: score.Most,
 		}
 	} else {
 		attend.Partial = l.rows("attention parts", 4*w.Heads*splits*(w.HeadDim+2))
@@ -462,7 +459,6 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 		chosen, group, join, attend, merge, out := choose, group, join, attend, merge, out
 		chosen.Rows += at * driver.Ptr(sizeOfRow)
 		chosen.Scores += at * driver.Ptr(4*max(blocks, 1))
-		group.Rows, join.Rows = chosen.Rows, chosen.Rows
 		group.Q += at * driver.Ptr(2*qw)
 		attend.Q += at * driver.Ptr(2*qw)
 		join.Qg += at * driver.Ptr(4*qw)

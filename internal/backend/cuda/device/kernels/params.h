@@ -174,7 +174,7 @@ struct PrepParams {
   const float* ik_norm;        // [id]
   __nv_bfloat16* block_keys;   // [pages][63/ratio+1][id]
   uint32_t heads, kv, hd, ih, id, rot, pages_ld;
-  uint32_t append;             // 1: planes only
+  uint32_t append;             // nobody's: the grid says whether there are queries
   uint32_t ratio;
   float eps;
 };
@@ -227,9 +227,9 @@ struct AttendGroupParams {
   const uint32_t* count;       // [R]
   float* partial;              // [R][heads][splits][256]
   float* sums;                 // [R][heads][splits][2]: largest score, sum of weights
-  const Row* rows;
-  uint32_t heads, kv, list_ld, splits;
-  uint32_t ratio, most;        // of the selection
+  const Row* rows;             // nobody's
+  uint32_t heads, kv, list_ld, splits;  // splits: twice the pairs
+  uint32_t ratio, most;        // nobody's
 };
 
 struct MergeGroupParams {
@@ -238,9 +238,9 @@ struct MergeGroupParams {
   const uint32_t* count;       // [R]
   const __nv_bfloat16* qg;     // [R][heads*512]
   __nv_bfloat16* out;          // [R][heads*256]
-  const Row* rows;
-  uint32_t heads, splits;      // at most 72 splits
-  uint32_t ratio, most;        // of the selection
+  const Row* rows;             // nobody's
+  uint32_t heads, splits;      // splits: twice the pairs, at most 72
+  uint32_t ratio, most;        // nobody's
   uint32_t trigger, reserved;  // as in DeltaParams
 };
 
