@@ -121,7 +121,7 @@ func (d *Device) Projected(j kernels.Projector, q kernels.Projection, w, scale, 
 		return nil, false, nil
 	}
 	out = make([]byte, 2*q.R*q.N)
-	p := kernels.ProjectParams{R: uint32(q.R), XLd: uint32(q.K), K: uint32(q.K), Dim: uint32(q.Dim), Parts: 1, Eps: 1e-6, Reserved: kernels.Shares(q.N, q.Blocks)}
+	p := kernels.ProjectParams{R: uint32(q.R), XLd: uint32(q.K), K: uint32(q.K), Dim: uint32(q.Dim), Parts: 1, Eps: 1e-6, Shares: kernels.Shares(q.N, q.Blocks)}
 	if q.F32 {
 		p.XF32 = 1
 	}
@@ -178,8 +178,8 @@ type Attention struct {
 // Attended is what rows attend to, by a block for each unit of their tokens or for each pair of units.
 func (d *Device) Attended(a Attention) ([]byte, error) {
 	pairs := tiles(a.Ld, attendPair)
-	p := kernels.AttendGroupParams{Heads: uint32(a.Heads), Kv: uint32(a.KV), ListLd: uint32(a.Ld), Splits: uint32(2 * pairs)}
-	m := kernels.MergeGroupParams{Heads: p.Heads, Splits: p.Splits}
+	p := kernels.AttendGroupParams{Heads: uint32(a.Heads), Kv: uint32(a.KV), ListLd: uint32(a.Ld), Pairs: uint32(pairs)}
+	m := kernels.MergeGroupParams{Heads: p.Heads, Pairs: p.Pairs}
 	attend, shared := kernels.AttendPairs, uint32(kernels.AttendShared)
 	if a.KeyScales != nil {
 		attend, shared = kernels.AttendPairsFp8, 0

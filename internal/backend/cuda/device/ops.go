@@ -266,7 +266,7 @@ func (s *step) prepareGDN(c *driver.Context, op backend.GDN) (func(*pass) error,
 		Lanes: s.lanes, Qkv: convolved, Z: z, A: a, B: b, Alog: l.vector(w.ALog), Dt: l.vector(w.DtBias), Norm: l.vector(w.Norm),
 		State: d.states[op.Matrix].at, Records: d.states[op.Matrix].records, Out: gated,
 		HalfState: half, KeyHeads: uint32(w.KeyHeads), Heads: uint32(w.ValueHeads), Dim: uint32(w.Dim), Verify: uint32(d.opt.Verify), Ring: uint32(d.recordRing()), Eps: float32(w.Eps),
-		Reserved: d.turn(op.Matrix),
+		Turn: d.turn(op.Matrix),
 	}
 	quarters := w.Dim == 128 && w.Taps == 4 && !d.opt.Plain && l.err == nil && projects(d, vd, []kernels.Part{out})
 	if quarters {
@@ -419,10 +419,10 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 	if grouped {
 		group = kernels.AttendGroupParams{
 			Q: prep.Q, List: choose.List, Count: choose.Count, Heads: prep.Heads, Kv: prep.Kv,
-			ListLd: choose.ListLd, Splits: uint32(2 * pairs), Partial: l.rows("attention pairs", 4*w.Heads*pairs*256), Sums: l.rows("attention sums", 8*w.Heads*pairs),
+			ListLd: choose.ListLd, Pairs: uint32(pairs), Partial: l.rows("attention pairs", 4*w.Heads*pairs*256), Sums: l.rows("attention sums", 8*w.Heads*pairs),
 		}
 		join = kernels.MergeGroupParams{
-			Partial: group.Partial, Sums: group.Sums, Count: group.Count, Qg: prep.Qg, Out: merge.Out, Heads: prep.Heads, Splits: group.Splits,
+			Partial: group.Partial, Sums: group.Sums, Count: group.Count, Qg: prep.Qg, Out: merge.Out, Heads: prep.Heads, Pairs: group.Pairs,
 		}
 	} else {
 		attend.Partial = l.rows("attention parts", 4*w.Heads*splits*(w.HeadDim+2))

@@ -173,7 +173,7 @@ func (p *pass) project(x multiplicand, ld, rows int, parts []plain.Part, shift p
 		if n == 0 {
 			return false, fmt.Errorf("no room for a row of %d", ld)
 		}
-		q.R, q.X, q.Reserved = uint32(n), x.x+driver.Ptr(r*ld*width), plain.Shares(rowsOf(parts), grid)
+		q.R, q.X, q.Shares = uint32(n), x.x+driver.Ptr(r*ld*width), plain.Shares(rowsOf(parts), grid)
 		if x.squares != 0 {
 			q.Squares = x.squares + driver.Ptr(r*(ld/x.dim)*16)
 		}
@@ -186,7 +186,7 @@ func (p *pass) project(x multiplicand, ld, rows int, parts []plain.Part, shift p
 		}
 		if x.lanes && x.squares != 0 && n == 2 && kernel == plain.ProjectWhole {
 			// so that what the delta rule reads does not wait behind the weights; of one lane nothing does, of more the blocks come too late
-			q.Part[0].Reserved = plain.Paced(350, 8)
+			q.Part[0].Paced = plain.Paced(350, 8)
 		}
 		if err := start(p, kernel, grid, 1, 1, uint32(shared), &q); err != nil {
 			return false, err

@@ -214,55 +214,12 @@ NINFER_DEVICE void e4m3x4_bf16(uint32_t w, uint32_t& even, uint32_t& odd) {
 }
 NINFER_DEVICE uint32_t scale_e4m3_x(uint32_t pair) { return mul_bf162(pair, 0x5d805d80u); }  // times 2^60
 
-// Sixteen E2M1 codes of a packed bank to eight BF16 pairs (k, k+4) for k = 0..3, then the same from 8 on, each the value times 2^-126.
-// Activations carry 2^60 (scale_e4m3_x), and a scale multiplies sums instead of weights.
-//
-// Packed codes (expert_repack) are laid out for this: in each 16-bit half three codes have magnitude and sign nine bits apart, where a
-// shift and a mask put them in place; the bits of the fourth are split over both words.
-//   word 0, bits 8..6 and 15: pair 0; 5..3 and 12: pair 1; 2..0 and 9: pair 2; word 1 likewise pairs 4, 5, 6
-//   pair 3: low two magnitude bits in word 0 at 10, 11, the third and the sign in word 1 at 10, 11; pair 7 at 13, 14
-#define E2M1_UNDO 73786976294838206464.0f  // 2^66
-NINFER_DEVICE void e2m1x16_plain(uint32_t a, uint32_t b, uint32_t* out) {
-  const uint32_t keep = 0x81c081c0u, low = 0x001b001bu, six = 0x003f003fu;
-  uint32_t c = ((a >> 10) & low) | ((b >> 8) & ~low);
-  c = (c & six) | ((b >> 2) & ~six);
-  out[0] = a & keep, out[1] = (a << 3) & keep, out[2] = (a << 6) & keep, out[3] = (c << 6) & keep;
-  out[4] = b & keep, out[5] = (b << 3) & keep, out[6] = (b << 6) & keep, out[7] = (c << 3) & keep;
-}
 // Two E4M3 codes to FP32.
 NINFER_DEVICE float2 e4m3x2_f32(uint32_t two) {
   uint32_t h;
   asm("{.reg .b16 l, u; mov.b32 {l, u}, %1; cvt.rn.f16x2.e4m3x2 %0, l;}" : "=r"(h) : "r"(two));
   return __half22float2(*(__half2*)&h);
 }
-// The layout's other side: sixteen codes, low nibble first, to two words.
-NINFER_DEVICE uint2 pack_codes(uint2 raw) {
-  uint32_t w[2] = {0, 0};
-#pragma unroll
-  for (int k = 0; k < 16; k++) {
-    const uint32_t code = (k < 8 ? raw.x : raw.y) >> (4 * (k & 7)) & 15, magnitude = code & 7, sign = code >> 3;
-    const int half = 16 * ((k >> 2) & 1), j = k & 3, word = k >> 3;
-    if (j < 3) {
-      w[word] |= (magnitude << (6 - 3 * j) | sign << (15 - 3 * j)) << half;
-    } else {
-      const int at = (word ? 13 : 10) + half;
-      w[0] |= (magnitude & 3) << at;
-      w[1] |= (magnitude >> 2 | sign << 1) << at;
-    }
-  }
-  return make_uint2(w[0], w[1]);
-}
-
-// Eight signed 4-bit codes to four BF16 pairs (k+i, k+4+i): 128 + (code xor 8) by bit placement, minus 136.
-NINFER_DEVICE void s4x8_bf16(uint32_t w, uint32_t* out) {
-  const uint32_t magic = 0x43004300u, bias = 0x43084308u;
-  w ^= 0x88888888u;
-  out[0] = sub_bf162((w & 0x000f000fu) | magic, bias);
-  out[1] = sub_bf162(((w >> 4) & 0x000f000fu) | magic, bias);
-  out[2] = sub_bf162(((w >> 8) & 0x000f000fu) | magic, bias);
-  out[3] = sub_bf162(((w >> 12) & 0x000f000fu) | magic, bias);
-}
-
 // Reorders eight BF16 activations (k..k+7) to the pair order of the weight format.
 NINFER_DEVICE uint4 order_pairs_by4(uint4 v) {  // (0,4)(1,5)(2,6)(3,7): 4-bit codes
   uint4 r;
@@ -290,11 +247,6 @@ NINFER_DEVICE float warp_sum(float v) {
   return v;
 }
 NINFER_DEVICE uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
-
-// A row's scale, BF16 or FP32.
-NINFER_DEVICE float row_scale(const void* scale, uint32_t f32, uint32_t row) {
-  return f32 ? __ldg((const float*)scale + row) : __uint_as_float((uint32_t)__ldg((const uint16_t*)scale + row) << 16);
-}
 
 // First row of share i of n rows cut into m shares that differ by at most one.
 NINFER_DEVICE uint32_t share_start(uint32_t n, uint32_t m, uint32_t i) {

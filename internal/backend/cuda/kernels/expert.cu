@@ -5,7 +5,7 @@
 //   expert_down     out = sum_e p_e We h_e + sigmoid(shared_logit) Ws hs, BF16 [R][H]. Redoes the top-k in its prologue.
 //
 //   NVFP4 banks are repacked once (expert_repack) in the order the lanes of a tensor instruction read them. A lane (g, t) = (lane / 4, lane
-//   % 4) has 16 codes of a row in 64 k: k = 16 t .., eight bytes, bits rearranged as e2m1x16_plain wants them.
+//   % 4) has 16 codes of a row in 64 k: k = 16 t .., eight bytes, bits rearranged as e2m1x16 wants them.
 //   Gate/up: tiles of 16 rows, 8 gate rows and the 8 matching up rows, so the product is in one lane. Per 128 k 512 bytes of the first 64 k
 //   (lane: row g, row g + 8), 512 of the second, then four scales a lane (first 64 k: row g, row g + 8; second likewise).
 //   Down: tiles of 8 rows. Per 128 k 512 bytes of codes (lane: first 64 k, second 64 k of row g), then two scales a lane.

@@ -13,12 +13,37 @@ NINFER_DEVICE uint32_t pick(uint32_t mask, uint32_t a, uint32_t b) {
   return r;
 }
 
-// e2m1x16_plain (common.cuh) with fewer instructions: unpacking is bound by the pipe of shifts and masks.
+// Sixteen E2M1 codes of a packed bank to eight BF16 pairs (k, k+4) for k = 0..3, then the same from 8 on, each the value times 2^-126.
+// Activations carry 2^60 (scale_e4m3_x), and a scale multiplies sums instead of weights.
+//
+// Packed codes (expert_repack) are laid out for this: in each 16-bit half three codes have magnitude and sign nine bits apart, where a
+// shift and a mask put them in place; the bits of the fourth are split over both words.
+//   word 0, bits 8..6 and 15: pair 0; 5..3 and 12: pair 1; 2..0 and 9: pair 2; word 1 likewise pairs 4, 5, 6
+//   pair 3: low two magnitude bits in word 0 at 10, 11, the third and the sign in word 1 at 10, 11; pair 7 at 13, 14
+#define E2M1_UNDO 73786976294838206464.0f  // 2^66
 NINFER_DEVICE void e2m1x16(uint32_t a, uint32_t b, uint32_t* out) {
   const uint32_t keep = 0x81c081c0u;
   const uint32_t c = pick(0x003f003fu, pick(0x001b001bu, a >> 10, b >> 8), b >> 2);
   out[0] = a & keep, out[1] = (a << 3) & keep, out[2] = (a << 6) & keep, out[3] = (c << 6) & keep;
   out[4] = b & keep, out[5] = (b << 3) & keep, out[6] = (b << 6) & keep, out[7] = (c << 3) & keep;
+}
+
+// The layout's other side: sixteen codes, low nibble first, to two words.
+NINFER_DEVICE uint2 pack_codes(uint2 raw) {
+  uint32_t w[2] = {0, 0};
+#pragma unroll
+  for (int k = 0; k < 16; k++) {
+    const uint32_t code = (k < 8 ? raw.x : raw.y) >> (4 * (k & 7)) & 15, magnitude = code & 7, sign = code >> 3;
+    const int half = 16 * ((k >> 2) & 1), j = k & 3, word = k >> 3;
+    if (j < 3) {
+      w[word] |= (magnitude << (6 - 3 * j) | sign << (15 - 3 * j)) << half;
+    } else {
+      const int at = (word ? 13 : 10) + half;
+      w[0] |= (magnitude & 3) << at;
+      w[1] |= (magnitude >> 2 | sign << 1) << at;
+    }
+  }
+  return make_uint2(w[0], w[1]);
 }
 
 // Sixteen codes of row g and of row g + 8 times their operand: the lane's own sums are out[0] and, of columns 2 t + 1, out[3].

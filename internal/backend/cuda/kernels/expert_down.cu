@@ -26,6 +26,18 @@ static constexpr uint32_t kDownFixed = 144 + sizeof(Choice) + 16 * kDownTiles * 
 static constexpr int kDownWarps = 16;
 static constexpr int kDownThreads = 32 * kDownWarps;
 
+// A row's hidden values, all of its experts', as operands in shared memory: all times eight of them.
+NINFER_DEVICE void bring_hidden(const bf16* hidden, uint32_t all, uint32_t hs) {
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < all; i += 2 * kDownThreads) {
+    const uint32_t j = i + kDownThreads;
+    uint4 a = ldg_l2(hidden + i * 8), b = a;
+    if (j < all) b = ldg_l2(hidden + j * 8);
+    sts128(hs + i * 16, operand(a));
+    if (j < all) sts128(hs + j * 16, operand(b));
+  }
+}
+
 NINFER_KERNEL(expert_down, ExpertDownParams, kDownThreads, 2) {
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const uint32_t pairs = p.inner / 128, tile_bytes = pairs * kHalfBytes, tiles = p.h / 8;
@@ -109,15 +121,7 @@ NINFER_KERNEL(expert_down, ExpertDownParams, kDownThreads, 2) {
   const uint32_t all = p.topk * p.inner / 8;
   if (p.early) pdl_wait();
   STAMP(4)
-  const bf16* hidden = p.hidden;
-#pragma unroll 1
-  for (uint32_t i = threadIdx.x; i < all; i += 2 * kDownThreads) {
-    const uint32_t j = i + kDownThreads;
-    uint4 a = ldg_l2(hidden + i * 8), b = a;
-    if (j < all) b = ldg_l2(hidden + j * 8);
-    sts128(hs + i * 16, operand(a));
-    if (j < all) sts128(hs + j * 16, operand(b));
-  }
+  bring_hidden(p.hidden, all, hs);
   __syncthreads();
   pdl_trigger();
   if (p.distinct && blockIdx.x == 0 && threadIdx.x == 0) *p.distinct = p.topk;
@@ -250,18 +254,7 @@ NINFER_KERNEL(expert_down_rows, ExpertDownParams, kDownThreads, 2) {
   // Weights that were asked for earlier would have come instead of the last tiles of gate/up, which everything waits for.
   if (lane == 0 && warp >= p.early && warp < kDownSlots) fetch(warp);
   if (p.distinct && blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) *p.distinct = choice.distinct;
-  {
-    const uint32_t all = p.topk * p.inner / 8;
-    const bf16* hidden = p.hidden + (uint64_t)row() * p.topk * p.inner;
-#pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < all; i += 2 * kDownThreads) {
-      const uint32_t j = i + kDownThreads;
-      uint4 a = ldg_l2(hidden + i * 8), b = a;
-      if (j < all) b = ldg_l2(hidden + j * 8);
-      sts128(hs + i * 16, operand(a));
-      if (j < all) sts128(hs + j * 16, operand(b));
-    }
-  }
+  bring_hidden(p.hidden + (uint64_t)row() * p.topk * p.inner, p.topk * p.inner / 8, hs);
   __syncthreads();
   pdl_trigger();
   STAMP(5)

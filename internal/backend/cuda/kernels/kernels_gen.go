@@ -230,7 +230,7 @@ type RouterParams struct {
 	Inner       uint32
 	ScaleF32    uint32
 	Trigger     uint32
-	Reserved    uint32
+	Shares      uint32
 }
 
 // ExpertUpParams mirrors the struct of that name in params.h.
@@ -432,7 +432,7 @@ var layout = []uintptr{
 	unsafe.Offsetof(RouterParams{}.Inner),
 	unsafe.Offsetof(RouterParams{}.ScaleF32),
 	unsafe.Offsetof(RouterParams{}.Trigger),
-	unsafe.Offsetof(RouterParams{}.Reserved),
+	unsafe.Offsetof(RouterParams{}.Shares),
 	unsafe.Sizeof(ExpertUpParams{}),
 	unsafe.Offsetof(ExpertUpParams{}.X),
 	unsafe.Offsetof(ExpertUpParams{}.Logits),

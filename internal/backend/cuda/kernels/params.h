@@ -97,7 +97,8 @@ struct RouterParams {
   float* shared_logit;           // [R]
   Ahead ahead;                   // of the next layer's first matrix
   uint32_t r, x_ld, k, experts, inner, scale_f32;
-  uint32_t trigger, reserved;    // reserved: pairs of rows of a block in its upper half, how many blocks have one more in the lower
+  uint32_t trigger;
+  uint32_t shares;               // pairs of rows of each block in the upper half, how many blocks have one more in the lower
 };
 
 struct ExpertUpParams {

@@ -402,7 +402,7 @@ func (l Limits) Router(fp8 bool, r, k, experts, inner uint32) (Plan, RouterParam
 			break
 		}
 	}
-	p.Reserved = units/plan.Grid<<16 | units%plan.Grid // of a block, and how many blocks have one more
+	p.Shares = units/plan.Grid<<16 | units%plan.Grid // of a block, and how many blocks have one more
 	if r < 1 || r > MaxRows || k == 0 || k%16 != 0 || k > maxHidden || plan.Shared+routerFixed > l.SharedPerBlock {
 		return plan, p, fmt.Errorf("cuda: no router plan for %d rows of %d", r, k)
 	}

@@ -66,7 +66,7 @@ NINFER_DEVICE void router_rows(const RouterParams& p) {
   const uint32_t pitch = FP8 ? p.k + 32 : 2 * p.k + 64;
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const uint32_t routing = ceil_div(p.experts, 2);
-  const uint32_t each = p.reserved >> 16, more = p.reserved & 0xffff, unit0 = blockIdx.x * each + min(blockIdx.x, more), n = each + (blockIdx.x < more);
+  const uint32_t each = p.shares >> 16, more = p.shares & 0xffff, unit0 = blockIdx.x * each + min(blockIdx.x, more), n = each + (blockIdx.x < more);
   const bool last = blockIdx.x == gridDim.x - 1;
   __shared__ float sums[kWarps][8][20];  // of a warp's k; 16 are used
 

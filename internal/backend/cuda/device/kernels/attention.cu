@@ -454,7 +454,7 @@ DEVICE void attend_pairs_for(const AttendGroupParams& p) {
   for (int i = 0; i < 2; i++) {
     const uint32_t h = g + 8 * i;
     if (h >= group) continue;
-    const uint64_t to = ((uint64_t)r * p.heads + kvh * group + h) * (p.splits / 2) + blockIdx.z;
+    const uint64_t to = ((uint64_t)r * p.heads + kvh * group + h) * p.pairs + blockIdx.z;
     float sum[2];
 #pragma unroll
     for (int u = 0; u < 2; u++) sum[u] = total[u][0][h] + total[u][1][h] + total[u][2][h] + total[u][3][h];
@@ -471,16 +471,15 @@ NINFER_KERNEL(attend_pairs, AttendGroupParams, kGroup, 2) { attend_pairs_for<fal
 NINFER_KERNEL(attend_pairs_fp8, AttendGroupParams, kGroup, 2) { attend_pairs_for<true>(p); }
 
 static constexpr int kMerge = 256;       // 64 columns of a head, each by four threads
-static constexpr uint32_t kUnits = 72;   // at most
+static constexpr uint32_t kPairs = 36;   // at most
 
 NINFER_KERNEL(merge_pairs, MergeGroupParams, kMerge, 1) {
   __shared__ float part[4][64];
   if (p.trigger == 0) pdl_trigger();
   const uint32_t head = blockIdx.x, r = blockIdx.y, t = threadIdx.x, lane = t % 32, quarter = t / 64, c = blockIdx.z * 64 + t % 64;
-  const uint32_t pairs = p.splits / 2;
-  const uint64_t at = (uint64_t)r * p.heads + head, from = at * pairs;
+  const uint64_t at = (uint64_t)r * p.heads + head, from = at * p.pairs;
   const float gate = quarter ? 0.0f : from_bf16(p.qg[at * 512 + 256 + c]);
-  constexpr int kMine = kUnits / 8;  // pairs of a thread
+  constexpr int kMine = kPairs / 4;  // pairs of a thread
   float mine[kMine];                 // asked for before their factors are known
   const uint32_t n = __ldcg(p.count + r), have = (n + 2 * kKeys - 1) / (2 * kKeys);
   pdl_wait();

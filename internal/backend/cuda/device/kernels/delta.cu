@@ -16,7 +16,7 @@ extern __shared__ __align__(16) float dynamic[];
 
 static constexpr int kDelta = 512;
 
-// Matrices are written in every kEvery-th step, of other layers in other ones: p.reserved says in which.
+// Matrices are written in every kEvery-th step, of other layers in other ones: p.turn says in which.
 static constexpr uint32_t kEvery = 4;
 
 // A lane's records of a head, which are a ring: key, correction, decay, and room that makes it a multiple of 16 bytes. Lane.from has the place behind the last one
@@ -27,7 +27,7 @@ struct Records {
   bool leave;                             // one instead of writing the matrix
 
   DEVICE Records(const DeltaParams& p, const Lane& lane, uint32_t head) {
-    const uint32_t steps = lane.from >> 16 & 7, turn = (steps + p.reserved) % kEvery, record = 2 * p.dim + 4, place = lane.from & 0xffff;
+    const uint32_t steps = lane.from >> 16 & 7, turn = (steps + p.turn) % kEvery, record = 2 * p.dim + 4, place = lane.from & 0xffff;
     late = min(steps, turn), count = late + lane.fold, leave = lane.from >> 31 && turn + 1 < kEvery;
     first = place - late + (place < late ? p.ring : 0), size = p.ring, ld = p.heads * record;
     at = p.records + (lane.slot * size * ld + head * record);

@@ -203,7 +203,7 @@ type ProjectPart struct {
 	Rows     uint32
 	OutLd    uint32
 	ScaleF32 uint32
-	Reserved uint32
+	Paced    uint32
 }
 
 // Shift mirrors the struct of that name in params.h.
@@ -220,18 +220,18 @@ type Shift struct {
 
 // ProjectParams mirrors the struct of that name in params.h.
 type ProjectParams struct {
-	X        driver.Ptr
-	Squares  driver.Ptr
-	R        uint32
-	XLd      uint32
-	K        uint32
-	Dim      uint32
-	Parts    uint32
-	Eps      float32
-	XF32     uint32
-	Reserved uint32
-	Part     [4]ProjectPart
-	Shift    Shift
+	X       driver.Ptr
+	Squares driver.Ptr
+	R       uint32
+	XLd     uint32
+	K       uint32
+	Dim     uint32
+	Parts   uint32
+	Eps     float32
+	XF32    uint32
+	Shares  uint32
+	Part    [4]ProjectPart
+	Shift   Shift
 }
 
 // BeginParams mirrors the struct of that name in params.h.
@@ -320,9 +320,9 @@ type DeltaParams struct {
 	Eps       float32
 	HalfState uint32
 	Ring      uint32
-	Reserved  uint32
-	Count     uint32
+	Turn      uint32
 	Trigger   uint32
+	Reserved  uint32
 }
 
 // PrepParams mirrors the struct of that name in params.h.
@@ -354,8 +354,8 @@ type PrepParams struct {
 	Id          uint32
 	Rot         uint32
 	PagesLd     uint32
-	Append      uint32
 	Ratio       uint32
+	Reserved    uint32
 	Eps         float32
 }
 
@@ -428,13 +428,10 @@ type AttendGroupParams struct {
 	Count       driver.Ptr
 	Partial     driver.Ptr
 	Sums        driver.Ptr
-	Rows        driver.Ptr
 	Heads       uint32
 	Kv          uint32
 	ListLd      uint32
-	Splits      uint32
-	Ratio       uint32
-	Most        uint32
+	Pairs       uint32
 }
 
 // MergeGroupParams mirrors the struct of that name in params.h.
@@ -444,11 +441,8 @@ type MergeGroupParams struct {
 	Count    driver.Ptr
 	Qg       driver.Ptr
 	Out      driver.Ptr
-	Rows     driver.Ptr
 	Heads    uint32
-	Splits   uint32
-	Ratio    uint32
-	Most     uint32
+	Pairs    uint32
 	Trigger  uint32
 	Reserved uint32
 }
@@ -715,7 +709,7 @@ var layout = []uintptr{
 	unsafe.Offsetof(ProjectPart{}.Rows),
 	unsafe.Offsetof(ProjectPart{}.OutLd),
 	unsafe.Offsetof(ProjectPart{}.ScaleF32),
-	unsafe.Offsetof(ProjectPart{}.Reserved),
+	unsafe.Offsetof(ProjectPart{}.Paced),
 	unsafe.Sizeof(Shift{}),
 	unsafe.Offsetof(Shift{}.Lanes),
 	unsafe.Offsetof(Shift{}.X),
@@ -735,7 +729,7 @@ var layout = []uintptr{
 	unsafe.Offsetof(ProjectParams{}.Parts),
 	unsafe.Offsetof(ProjectParams{}.Eps),
 	unsafe.Offsetof(ProjectParams{}.XF32),
-	unsafe.Offsetof(ProjectParams{}.Reserved),
+	unsafe.Offsetof(ProjectParams{}.Shares),
 	unsafe.Offsetof(ProjectParams{}.Part),
 	unsafe.Offsetof(ProjectParams{}.Shift),
 	unsafe.Sizeof(BeginParams{}),
@@ -808,9 +802,9 @@ var layout = []uintptr{
 	unsafe.Offsetof(DeltaParams{}.Eps),
 	unsafe.Offsetof(DeltaParams{}.HalfState),
 	unsafe.Offsetof(DeltaParams{}.Ring),
-	unsafe.Offsetof(DeltaParams{}.Reserved),
-	unsafe.Offsetof(DeltaParams{}.Count),
+	unsafe.Offsetof(DeltaParams{}.Turn),
 	unsafe.Offsetof(DeltaParams{}.Trigger),
+	unsafe.Offsetof(DeltaParams{}.Reserved),
 	unsafe.Sizeof(PrepParams{}),
 	unsafe.Offsetof(PrepParams{}.Rows),
 	unsafe.Offsetof(PrepParams{}.Qg),
@@ -839,8 +833,8 @@ var layout = []uintptr{
 	unsafe.Offsetof(PrepParams{}.Id),
 	unsafe.Offsetof(PrepParams{}.Rot),
 	unsafe.Offsetof(PrepParams{}.PagesLd),
-	unsafe.Offsetof(PrepParams{}.Append),
 	unsafe.Offsetof(PrepParams{}.Ratio),
+	unsafe.Offsetof(PrepParams{}.Reserved),
 	unsafe.Offsetof(PrepParams{}.Eps),
 	unsafe.Sizeof(ScoreParams{}),
 	unsafe.Offsetof(ScoreParams{}.Rows),
@@ -898,24 +892,18 @@ var layout = []uintptr{
 	unsafe.Offsetof(AttendGroupParams{}.Count),
 	unsafe.Offsetof(AttendGroupParams{}.Partial),
 	unsafe.Offsetof(AttendGroupParams{}.Sums),
-	unsafe.Offsetof(AttendGroupParams{}.Rows),
 	unsafe.Offsetof(AttendGroupParams{}.Heads),
 	unsafe.Offsetof(AttendGroupParams{}.Kv),
 	unsafe.Offsetof(AttendGroupParams{}.ListLd),
-	unsafe.Offsetof(AttendGroupParams{}.Splits),
-	unsafe.Offsetof(AttendGroupParams{}.Ratio),
-	unsafe.Offsetof(AttendGroupParams{}.Most),
+	unsafe.Offsetof(AttendGroupParams{}.Pairs),
 	unsafe.Sizeof(MergeGroupParams{}),
 	unsafe.Offsetof(MergeGroupParams{}.Partial),
 	unsafe.Offsetof(MergeGroupParams{}.Sums),
 	unsafe.Offsetof(MergeGroupParams{}.Count),
 	unsafe.Offsetof(MergeGroupParams{}.Qg),
 	unsafe.Offsetof(MergeGroupParams{}.Out),
-	unsafe.Offsetof(MergeGroupParams{}.Rows),
 	unsafe.Offsetof(MergeGroupParams{}.Heads),
-	unsafe.Offsetof(MergeGroupParams{}.Splits),
-	unsafe.Offsetof(MergeGroupParams{}.Ratio),
-	unsafe.Offsetof(MergeGroupParams{}.Most),
+	unsafe.Offsetof(MergeGroupParams{}.Pairs),
 	unsafe.Offsetof(MergeGroupParams{}.Trigger),
 	unsafe.Offsetof(MergeGroupParams{}.Reserved),
 	unsafe.Sizeof(MergeParams{}),

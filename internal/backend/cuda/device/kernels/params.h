@@ -58,7 +58,8 @@ struct ProjectPart {
   const void* w;             // [rows][k]: BF16 or E4M3
   const void* scale;         // of an E4M3 row: BF16, or FP32 with scale_f32
   __nv_bfloat16* out;        // [r][out_ld]
-  uint32_t rows, out_ld, scale_f32, reserved;  // reserved: of the first part how its weights are paced, kernels.Paced
+  uint32_t rows, out_ld, scale_f32;
+  uint32_t paced;            // of the first part: kernels.Paced
 };
 
 // A convolution's window still to be brought forward by the rows of a pass, or their records to be left.
@@ -75,7 +76,8 @@ struct ProjectParams {
   const float* squares;      // [r][k/dim][4]: parts of the sum of squares of each dim values, or null
   uint32_t r, x_ld, k, dim, parts;  // r: 1..8
   float eps;
-  uint32_t x_f32, reserved;  // reserved: weight rows of each block, kernels.Shares
+  uint32_t x_f32;
+  uint32_t shares;           // weight rows of each block: kernels.Shares
   ProjectPart part[4];
   Shift shift;
 };
@@ -147,9 +149,8 @@ struct DeltaParams {
   uint32_t key_heads, heads, dim, verify;
   float eps;
   uint32_t half_state;
-  uint32_t ring, reserved;     // rows of records; in which of every four steps the matrices are written
-  uint32_t count;              // nobody's
-  uint32_t trigger;            // the next kernel may start 0 at once, 1 after the wait; of delta always the latter
+  uint32_t ring, turn;         // rows of records; in which of every four steps the matrices are written
+  uint32_t trigger, reserved;  // the next kernel may start 0 at once, 1 after the wait; of delta always the latter
 };
 
 struct PrepParams {
@@ -174,8 +175,7 @@ struct PrepParams {
   const float* ik_norm;        // [id]
   __nv_bfloat16* block_keys;   // [pages][63/ratio+1][id]
   uint32_t heads, kv, hd, ih, id, rot, pages_ld;
-  uint32_t append;             // nobody's: the grid says whether there are queries
-  uint32_t ratio;
+  uint32_t ratio, reserved;
   float eps;
 };
 
@@ -225,11 +225,9 @@ struct AttendGroupParams {
   const __nv_bfloat16* value_scales;
   const uint32_t* list;        // [R][list_ld]
   const uint32_t* count;       // [R]
-  float* partial;              // [R][heads][splits][256]
-  float* sums;                 // [R][heads][splits][2]: largest score, sum of weights
-  const Row* rows;             // nobody's
-  uint32_t heads, kv, list_ld, splits;  // splits: twice the pairs
-  uint32_t ratio, most;        // nobody's
+  float* partial;              // [R][heads][pairs][256]
+  float* sums;                 // [R][heads][pairs][2]: largest score, sum of weights
+  uint32_t heads, kv, list_ld, pairs;
 };
 
 struct MergeGroupParams {
@@ -238,9 +236,7 @@ struct MergeGroupParams {
   const uint32_t* count;       // [R]
   const __nv_bfloat16* qg;     // [R][heads*512]
   __nv_bfloat16* out;          // [R][heads*256]
-  const Row* rows;             // nobody's
-  uint32_t heads, splits;      // splits: twice the pairs, at most 72
-  uint32_t ratio, most;        // nobody's
+  uint32_t heads, pairs;       // at most 36 pairs
   uint32_t trigger, reserved;  // as in DeltaParams
 };
 

@@ -139,7 +139,7 @@ DEVICE void project(const ProjectParams& p) {
   // [block's rows][row_pitch] or copies [warp][kDepth][row][64], pieces of windows
   const uint32_t all = p.k / ks, most_chunks = (all + W - 1) / W * SH, row_bytes = F8 ? p.k : 2 * p.k;
   const uint32_t pitch = most_chunks * ks * 2 + (F8 ? 16 : 64);  // of an operand's row: no bank twice
-  const uint32_t few = p.reserved & 0xffff, over = p.reserved >> 16;  // weight rows of a block, and how many blocks have one more: the first
+  const uint32_t few = p.shares & 0xffff, over = p.shares >> 16;  // weight rows of a block, and how many blocks have one more: the first
   auto first_of = [&](uint32_t block) { return block * few + min(block, over); };
   const uint32_t most = few + min(over, 1), passes = kWhole ? 1 : (most + kPass - 1) / kPass, tile = kWhole ? most : (most + passes - 1) / passes;
   const uint32_t bar = shared_at(room) + 512, met = bar + 8;  // of the weights; of sums that come from all blocks of a cluster, for two passes in turn
@@ -170,7 +170,7 @@ DEVICE void project(const ProjectParams& p) {
     if (kWhole) {
       if (C == 1) asm volatile("bar.arrive 1, %0;" ::"n"(32 * W) : "memory");
       // The first ones no faster than memory gives them, if so wished: what others read waits behind all that has been asked for.
-      const uint32_t clocks = p.part[0].reserved & 0xffff, slow = (p.part[0].reserved >> 16) * C;
+      const uint32_t clocks = p.part[0].paced & 0xffff, slow = (p.part[0].paced >> 16) * C;
       uint32_t begun, now;
       asm volatile("mov.u32 %0, %clock;" : "=r"(begun)::"memory");
 #pragma unroll 1
