@@ -156,6 +156,20 @@ func (a *File) Random(id string) error {
 	})
 }
 
+// Enter tells the system that what is in memory of an object will be read through its spans, as mmap.File.Enter does.
+func (a *File) Enter(id string, stop func() bool) error {
+	o, err := a.lookup(id)
+	if err != nil {
+		return err
+	}
+	return a.pieces(o.Offset, o.Bytes, func(i int, from, n int64) error {
+		if _, err := a.view(i, from, n); err != nil {
+			return err
+		}
+		return a.parts[i].mem.Enter(a.parts[i].start+from, n, stop)
+	})
+}
+
 // ReadObjectAt reads bytes of one object like ReadAt; a range that is not
 // inside the object is an error and reads nothing.
 func (a *File) ReadObjectAt(id string, p []byte, off int64) error {

@@ -129,6 +129,13 @@ type RowSource interface {
 	Rows(ids []int64, dst []byte) error
 }
 
+// Enterer is a RowSource whose rows lie in files that are mapped.
+type Enterer interface {
+	// Enter makes the first look at each row that is in memory cheaper, until stop says so. It may take seconds, beside calls of Rows, and what it
+	// cannot do it leaves.
+	Enter(stop func() bool)
+}
+
 // Table is the n-gram table: Rows of Width values. It stays on the host.
 type Table struct {
 	Source     RowSource

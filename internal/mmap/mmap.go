@@ -20,6 +20,7 @@ type File struct {
 	path string
 	data []byte
 	held bool // by the program, not by the system: there is nothing to unmap and to advise on
+	room bool // of no file
 }
 
 // Open maps the file read-only. An empty file is legal and has no bytes. It
@@ -84,18 +85,41 @@ func (f *File) Close() error {
 // around it. It never changes what is read. It fails if the range is not inside
 // the file or the system refuses; systems without such a call ignore it.
 func (f *File) Random(off, n int64) error {
+	data, err := f.pages(off, n)
+	if err != nil || data == nil {
+		return err
+	}
+	if err := random(data); err != nil {
+		return fmt.Errorf("mmap: %s: advise: %w", f.path, err)
+	}
+	return nil
+}
+
+// pages are what the system is told of n bytes from off on, from a page border on; nil where there is nothing to tell.
+func (f *File) pages(off, n int64) ([]byte, error) {
 	size := int64(len(f.data))
 	if off < 0 || n < 0 || off > size || n > size-off {
-		return fmt.Errorf("mmap: %s: advice on %d bytes at %d, file has %d", f.path, n, off, size)
+		return nil, fmt.Errorf("mmap: %s: advice on %d bytes at %d, file has %d", f.path, n, off, size)
 	}
 	if n == 0 || f.held {
-		return nil
+		return nil, nil
 	}
 	// The system wants the start on a page border. The mapping begins on one,
 	// and pages are what os says they are.
-	start := off &^ int64(os.Getpagesize()-1)
-	if err := random(f.data[start : off+n]); err != nil {
-		return fmt.Errorf("mmap: %s: advise: %w", f.path, err)
+	return f.data[off&^int64(os.Getpagesize()-1) : off+n], nil
+}
+
+// Enter enters those of the n bytes from off on into the process's page table that are in memory, so that the first look at each of their pages is
+// no page fault: 1 to 2 microseconds each. It reads nothing from a disk, costs the page table's 0.2 percent of memory and some 50 ms a gigabyte,
+// and ends early when stop says so. It fails if the range is not inside the file or the system has no such call (Linux before 5.14); other systems
+// than Linux ignore it.
+func (f *File) Enter(off, n int64, stop func() bool) error {
+	data, err := f.pages(off, n)
+	if err != nil || data == nil {
+		return err
+	}
+	if err := enter(data, f.room, stop); err != nil {
+		return fmt.Errorf("mmap: %s: enter pages: %w", f.path, err)
 	}
 	return nil
 }
@@ -110,5 +134,5 @@ func Reserve(path string, n int64) (*File, error) {
 	if err != nil {
 		return nil, fmt.Errorf("mmap: %s: reserve %d bytes: %w", path, n, err)
 	}
-	return &File{path: path, data: b}, nil
+	return &File{path: path, data: b, room: true}, nil
 }

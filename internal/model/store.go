@@ -316,7 +316,7 @@ func (a *Artifact) Table(name string) (num.Format, backend.RowSource, error) {
 	if len(o.Shape) != 2 {
 		return 0, nil, fmt.Errorf("%s: table %q has shape %v, need two dimensions", a.File.Path(), id, o.Shape)
 	}
-	return f, tableSpans{name: id, rows: int64(o.Shape[0]), rowBytes: o.Bytes / int64(o.Shape[0]), spans: spans}, nil
+	return f, tableSpans{file: a.File, name: id, rows: int64(o.Shape[0]), rowBytes: o.Bytes / int64(o.Shape[0]), spans: spans}, nil
 }
 
 // TableBytes is the size of the n-gram tables, which a reader of rows maps but need not hold in memory.
@@ -407,6 +407,7 @@ func copySpans(dst []byte, spans [][]byte, at int64) {
 
 // tableSpans reads rows of a contiguous table that may continue from file to file.
 type tableSpans struct {
+	file     *artifact.File
 	name     string
 	rows     int64
 	rowBytes int64
@@ -424,9 +425,13 @@ func (t tableSpans) Rows(ids []int64, dst []byte) error {
 	return nil
 }
 
+// Enter is of backend.Enterer. Its only errors are those of systems that cannot.
+func (t tableSpans) Enter(stop func() bool) { _ = t.file.Enter(t.name, stop) }
+
 // shardedTable reads rows of a table whose shards each hold the codes of their rows and then the scales. A row comes out as its codes,
 // then its scales.
 type shardedTable struct {
+	file   *artifact.File
 	rows   int64 // of one shard
 	geom   num.Geometry
 	ids    []string // the shards' objects
@@ -449,7 +454,7 @@ func (a *Artifact) shards() (*shardedTable, error) {
 			}
 		}
 	}
-	s := &shardedTable{rows: n.Rows / int64(t.NgramParts)}
+	s := &shardedTable{file: a.File, rows: n.Rows / int64(t.NgramParts)}
 	for i := range t.NgramParts {
 		o, _, _, err := a.resolve(a.places[arch.MixedShard(l, i)].bindings)
 		if err != nil {
@@ -485,4 +490,11 @@ func (t *shardedTable) Rows(ids []int64, dst []byte) error {
 		dst = dst[codes+scales:]
 	}
 	return nil
+}
+
+// Enter is of backend.Enterer.
+func (t *shardedTable) Enter(stop func() bool) {
+	for _, id := range t.ids {
+		_ = t.file.Enter(id, stop)
+	}
 }

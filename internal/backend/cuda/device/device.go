@@ -21,6 +21,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"sync"
 	"sync/atomic"
 
 	"ninfer/internal/backend"
@@ -103,6 +104,8 @@ type Device struct {
 	stored   uint64        // bytes of the tensors that it holds, in whatever form
 	gathered atomic.Uint64 // rows of n-gram tables
 	missed   atomic.Uint64
+	entering atomic.Bool // pages of an n-gram table, until they are or the device is closed
+	entered  sync.WaitGroup
 	wide     *wide // nil before the first step for many rows
 	profile  *profile
 	watch    *watch
@@ -533,6 +536,7 @@ func (d *Device) Close() error {
 		return nil
 	}
 	d.closed = true
+	d.leave()
 	err := d.owner.Do(func(c *driver.Context) error {
 		err := c.Synchronize()
 		for _, s := range d.steps {

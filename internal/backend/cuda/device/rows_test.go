@@ -51,3 +51,31 @@ func TestTableRows(t *testing.T) {
 		}
 	}
 }
+
+// enterer counts how often it is entered, and goes on until it is stopped.
+type enterer struct {
+	source
+	begun chan struct{}
+}
+
+func (e enterer) Enter(stop func() bool) {
+	e.begun <- struct{}{}
+	for !stop() {
+		time.Sleep(time.Millisecond)
+	}
+}
+
+// The table's pages are entered once, whatever the number of steps, and no longer than the device is open.
+func TestTableEntered(t *testing.T) {
+	d := &Device{}
+	e := enterer{begun: make(chan struct{}, 2)}
+	d.enter(source{})
+	for range 2 {
+		d.enter(e)
+	}
+	<-e.begun
+	d.leave()
+	if len(e.begun) > 0 {
+		t.Error("entered twice")
+	}
+}
