@@ -300,17 +300,23 @@ func (s *step) prepareGDN(c *driver.Context, op backend.GDN) (func(*pass) error,
 	}, l.err
 }
 
-// quarters launches the delta rule with four blocks a head: one lane's only row, several lanes of a row each, and several rows of a lane have kernels of their own.
+// quarters launches the delta rule with four blocks a head, fewer where more lanes have a row each, whose blocks find room on the SMs all the same: what a block does
+// once, or for every channel of its query and key, counts less often then. One lane's only row and its several rows have kernels of their own.
 func (p *pass) quarters(heads int, params kernels.DeltaParams) error {
-	kernel := kernels.DeltaQuarters
+	kernel, blocks, shared := kernels.DeltaQuarters, 4, uint32(0)
 	switch rows, lanes := len(p.rows), len(p.lanes); {
 	case lanes == 1 && rows > 1:
 		kernel = kernels.DeltaRows
 		params.Trigger = 1 // it takes long enough that the next kernel's weights are better asked for behind its own loads
-	case lanes > 1 && p.s.program.Pass.Kind == backend.Decode:
+	case p.s.program.Pass.Kind != backend.Decode || lanes == 1:
+	case lanes > 5:
+		kernel, blocks, shared = kernels.DeltaHeads, 1, kernels.DeltaHeadsShared
+	case lanes > 3:
+		kernel, blocks = kernels.DeltaHalves, 2
+	default:
 		kernel = kernels.DeltaOne
 	}
-	return start(p, kernel, heads, len(p.lanes), 4, 0, &params)
+	return start(p, kernel, heads, len(p.lanes), blocks, shared, &params)
 }
 
 // brings notes that the program brings a Fixed state forward, and how to fold it outside a pass.

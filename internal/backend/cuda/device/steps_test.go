@@ -101,3 +101,64 @@ func TestStepsBehind(t *testing.T) {
 		})
 	}
 }
+
+// A lane's steps have the same bits alone and beside any number of others, whose delta rule has kernels of its own.
+func TestStepsTogether(t *testing.T) {
+	m := subject(t)
+	for _, half := range []bool{false, true} {
+		for _, n := range []int{2, 3, 5, 6, 8} {
+			t.Run(fmt.Sprintf("%d lanes, bf16 %v", n, half), func(t *testing.T) {
+				d := open(t, device.Options{States: m.States, Lanes: 2 * n, Tokens: 64, Verify: 3, Carry: 64, Few: allFew, BF16State: half})
+				defer d.Close()
+				r := model.NewRunner(m, d, 32)
+				step := func(at int, which ...int) (lines [][]float32) {
+					ctl := &backend.Control{}
+					for _, l := range which {
+						ctl.Lanes = append(ctl.Lanes, backend.LaneRows{
+							Lane: l, Tokens: []int32{int32(20 + (37*at+91*(l%n))%400)}, Positions: model.Positions(at, 1), Want: backend.WantLogits,
+						})
+					}
+					res, err := r.Launch(backend.Decode, ctl)
+					if err != nil {
+						t.Fatal(err)
+					}
+					for i := range which {
+						lines = append(lines, slices.Clone(res.Lanes[i].Logits[0]))
+					}
+					return lines
+				}
+				all := make([]int, n)
+				for l := range all {
+					all[l] = l
+				}
+				for at := range 6 {
+					together := step(at, all...)
+					for l := range n {
+						if alone := step(at, n+l)[0]; !slices.Equal(together[l], alone) {
+							t.Fatalf("step %d, lane %d: other bits than alone, off by %.2g", at, l, worst(distances(t, together[l:l+1], [][]float32{alone})))
+						}
+					}
+				}
+				for l := range n {
+					for id, s := range m.States {
+						if s.Kind != backend.Fixed || s.Store == backend.StoreInt {
+							continue
+						}
+						a, err := d.Values(backend.Lane(l), backend.StateID(id))
+						if err != nil {
+							t.Fatal(err)
+						}
+						a = slices.Clone(a)
+						b, err := d.Values(backend.Lane(n+l), backend.StateID(id))
+						if err != nil {
+							t.Fatal(err)
+						}
+						if !slices.Equal(a, b) {
+							t.Fatalf("lane %d: state %d has other bits than alone", l, id)
+						}
+					}
+				}
+			})
+		}
+	}
+}

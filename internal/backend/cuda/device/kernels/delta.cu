@@ -7,9 +7,11 @@
 //   delta_quarters  convolution of four taps and the rule for heads of 128, a quarter of a head's columns a block, S in registers and there before the wait; the
 //                   norm's factor is left to the next product (project.cu). Rows one after the other. Grid: head, lane, quarter.
 //   delta_one       the same for lanes of a row each, in so few registers that the next kernel finds room on an SM beside three blocks.
+//   delta_halves    the same with half of a head a block: what is done for every channel of query and key, or once a block, counts half. Grid: head, lane, half.
+//   delta_heads     the same with a whole head a block, half of it in shared memory, so that all of eight lanes' states are asked for at once. Grid: head, lane.
 //   delta_rows      the same for a lane of several rows: what does not depend on the row before is done for eight at once. Grid: head, lane, quarter.
 //
-// The last three make the same sums: a row has the same bits in each.
+// All but the first make the same sums: a row has the same bits in each.
 #include "common.cuh"
 
 extern __shared__ __align__(16) float dynamic[];
@@ -121,7 +123,6 @@ static constexpr int kQuarter = 128;    // threads of a block that has a quarter
 static constexpr int kRows = 288;       // of delta_rows: one for each channel of a quarter
 static constexpr uint32_t kAtOnce = 8;  // rows of a lane that delta_rows makes ready together
 static constexpr uint32_t kHeld = 8;    // records that shared memory has room for
-static constexpr uint32_t kLines = 41;  // 16-byte pieces of a quarter's part of one: keys, corrections, decay
 
 DEVICE void copy16(float* to, const float* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from) : "memory");
@@ -168,6 +169,7 @@ struct Piece {
   uint64_t at;  // in the states
   float S[8][4];
 
+  Piece() = default;
   DEVICE Piece(const DeltaParams& p, const Lane& lane, uint32_t head, uint32_t quarter) : quarter(quarter) {
     c4 = threadIdx.x % 8, g = threadIdx.x % 32 / 8, i0 = threadIdx.x / 8 * 8, own = c4 * 4 + g;
     at = ((uint64_t)(lane.slot * p.heads + head) * D + i0) * D + quarter * 32 + c4 * 4;
@@ -194,37 +196,30 @@ struct Piece {
       if constexpr (kHalf) __stwb((uint2*)((bf16*)p.state + at + i * D), make_uint2(pair(S[i][0], S[i][1]), pair(S[i][2], S[i][3])));
       else __stwb((float4*)((float*)p.state + at + i * D), *(const float4*)S[i]);
   }
-  // Brings it forward by a lane's records, of which the first lie in held.
-  DEVICE void fold(const DeltaParams& p, const Records& record, const float (*held)[D + 36]) {
-#pragma unroll 1
-    for (uint32_t f = 0; f < record.count; f++) {
-      float k[8], d[4], decay;
-      if (f < kHeld) {
-        *(float4*)k = *(const float4*)&held[f][i0], *(float4*)(k + 4) = *(const float4*)&held[f][i0 + 4], *(float4*)d = *(const float4*)&held[f][D + c4 * 4];
-        decay = held[f][D + 32];
-      } else {
-        const float* rec = record(f);
-        decay = rec[2 * D];
-        *(float4*)k = *(const float4*)(rec + i0), *(float4*)(k + 4) = *(const float4*)(rec + i0 + 4), *(float4*)d = *(const float4*)(rec + D + quarter * 32 + c4 * 4);
-      }
+  // Brings it forward by a record: decay, the thread's keys, and the corrections of its columns.
+  DEVICE void fold(float decay, const float* k, const float* d, bool round) {
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) S[i][j] = fmaf(k[i], d[j], __fmul_rn(S[i][j], decay));
+    if (kHalf && round)
 #pragma unroll
       for (int i = 0; i < 8; i++)
 #pragma unroll
-        for (int j = 0; j < 4; j++) S[i][j] = fmaf(k[i], d[j], __fmul_rn(S[i][j], decay));
-      if (kHalf && record.rounded(p, f))
-#pragma unroll
-        for (int i = 0; i < 8; i++)
-#pragma unroll
-          for (int j = 0; j < 4; j++) S[i][j] = round_bf16(S[i][j]);
-    }
+        for (int j = 0; j < 4; j++) S[i][j] = round_bf16(S[i][j]);
   }
   // Sums of the columns times k and times q over the keys of a warp: the lanes that share four columns add up in pairs and have one column each in the end.
   DEVICE float2 along(const float* k, const float* q) const {
     float u[4] = {0, 0, 0, 0}, w[4] = {0, 0, 0, 0}, a[2], b[2];
 #pragma unroll
-    for (int i = 0; i < 8; i++)
+    for (int h = 0; h < 8; h += 4) {  // where they lie in shared memory, few of them in registers at a time
+      float k4[4], q4[4];
+      *(float4*)k4 = *(const float4*)(k + h), *(float4*)q4 = *(const float4*)(q + h);
 #pragma unroll
-      for (int j = 0; j < 4; j++) u[j] = fmaf(S[i][j], k[i], u[j]), w[j] = fmaf(S[i][j], q[i], w[j]);
+      for (int i = 0; i < 4; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) u[j] = fmaf(S[h + i][j], k4[i], u[j]), w[j] = fmaf(S[h + i][j], q4[i], w[j]);
+    }
     const bool odd = g & 1, high = g & 2;
 #pragma unroll
     for (int j = 0; j < 2; j++) {
@@ -267,14 +262,41 @@ struct Rule {
 };
 DEVICE float decay_of(float a, float alog, float dt) { return expf(-expf(alog) * softplus(a + dt)); }
 
-// Asks for the records of a quarter: of each key, correction, decay.
-DEVICE void ask_records(float (*held)[128 + 36], const Records& record, uint32_t quarter) {
+// The records of kQ quarters of a head that shared memory has room for: of each key, corrections, decay.
+template <int kQ>
+struct Held {
+  static constexpr uint32_t D = 128, lines = 33 + 8 * kQ;  // 16-byte pieces of one
+  __align__(16) float at[kHeld][D + 32 * kQ + 4];
+  DEVICE void ask(const Records& record, uint32_t quarter) {
 #pragma unroll 1
-  for (uint32_t i = threadIdx.x; i < min(record.count, kHeld) * kLines; i += blockDim.x) {
-    const uint32_t f = i / kLines, x = i % kLines * 4;
-    copy16(&held[f][x], record(f) + (x < 128 ? x : x < 160 ? quarter * 32 + x : 256));
+    for (uint32_t i = threadIdx.x; i < min(record.count, kHeld) * lines; i += blockDim.x) {
+      const uint32_t f = i / lines, x = i % lines * 4;
+      copy16(&at[f][x], record(f) + (x < D ? x : x < D + 32 * kQ ? quarter * 32 + x : 2 * D));
+    }
   }
-}
+  // Brings a thread's N pieces forward by all of them.
+  template <int N = kQ, bool kHalf>
+  DEVICE void fold(const DeltaParams& p, const Records& record, Piece<kHalf>* of) const {
+#pragma unroll 1
+    for (uint32_t f = 0; f < record.count; f++) {
+      float k[8], d[N][4], decay;
+      const uint32_t i0 = of->i0, c = of->c4 * 4;
+      if (f < kHeld) {
+        *(float4*)k = *(const float4*)&at[f][i0], *(float4*)(k + 4) = *(const float4*)&at[f][i0 + 4], decay = at[f][D + 32 * kQ];
+#pragma unroll
+        for (int q = 0; q < N; q++) *(float4*)d[q] = *(const float4*)&at[f][D + of[q].quarter % kQ * 32 + c];
+      } else {
+        const float* rec = record(f);
+        decay = rec[2 * D];
+        *(float4*)k = *(const float4*)(rec + i0), *(float4*)(k + 4) = *(const float4*)(rec + i0 + 4);
+#pragma unroll
+        for (int q = 0; q < N; q++) *(float4*)d[q] = *(const float4*)(rec + D + of[q].quarter * 32 + c);
+      }
+#pragma unroll
+      for (int q = 0; q < N; q++) of[q].fold(decay, k, d[q], kHalf && record.rounded(p, f));
+    }
+  }
+};
 
 // Row j of the three before a lane's first: window and recorded rows are one sequence.
 DEVICE const bf16* before(const DeltaParams& p, const Lane& lane, uint32_t j, uint32_t c) {
@@ -313,7 +335,8 @@ DEVICE void end_row(const DeltaParams& p, uint32_t row, uint32_t head, uint32_t 
 // With kOne lanes have a row each, so that nothing is kept for another.
 struct QuartersShared {
   static constexpr uint32_t D = 128;
-  __align__(16) float raw[2 * D + 32], parts[4][4], held[kHeld][D + 36];  // query, key, value; a warp's sums; records
+  __align__(16) float raw[2 * D + 32], parts[4][4];  // query, key, value; a warp's sums
+  Held<1> held;
   float2 sums[4][32], scalars;
 };
 template <bool kHalf, bool kOne>
@@ -340,7 +363,7 @@ DEVICE void quarters(const DeltaParams& p, QuartersShared& m) {
   const float factor = __ldg(t < 32 ? p.norm + quarter * 32 + state.own : p.alog + head), dt = __ldg(p.dt + head);  // of all warps but the first the rate
   state.ask(p);
   const Records record(p, lane, head);
-  ask_records(held, record, quarter);
+  held.ask(record, quarter);
   unsigned short old[3][3];
   if (lane.fold == 0) {  // as a rule
     const bf16* line = p.window + (uint64_t)(lane.slot * 3) * c;
@@ -367,7 +390,7 @@ DEVICE void quarters(const DeltaParams& p, QuartersShared& m) {
     copies_wait();
     __syncthreads();
     state.open();
-    state.fold(p, record, held);
+    held.fold(p, record, &state);
     if (lane.record) state.put(p);  // long before the kernel ends, which waits for it
   }
   pdl_wait();
@@ -434,10 +457,275 @@ DEVICE void quarters(const DeltaParams& p, QuartersShared& m) {
   }
 }
 
+// The convolution of a head's query and key and V channels of its value from value on, of which a block's threads have one row: taps and the values before come by
+// copies of 16 bytes, so that no registers wait for them.
+template <uint32_t V>
+struct Channels {
+  static constexpr uint32_t D = 128, C = 2 * D + V;
+  __align__(16) float tap[4][C], raw[C];  // raw: as the convolution leaves them
+  __align__(16) unsigned short past[3][C];
+  DEVICE void ask(const DeltaParams& p, const Lane& lane, uint32_t c, uint32_t query, uint32_t key, uint32_t value) {
+    auto channel = [&](uint32_t i) { return i < D ? query + i : i < 2 * D ? key - D + i : value - 2 * D + i; };
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < C; i += kQuarter) {
+      const uint32_t j = i / (C / 4), x = i % (C / 4) * 4;
+      copy16(&tap[j][x], p.conv + j * c + channel(x));
+    }
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < 3 * C / 8; i += kQuarter) {
+      const uint32_t j = i / (C / 8), x = i % (C / 8) * 8;
+      copy16((float*)&past[j][x], (const float*)(before(p, lane, j, c) + channel(x)));
+    }
+  }
+  DEVICE float convolve(uint32_t i, uint32_t now) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 3; j++) sum = fmaf(tap[j][i], lo(past[j][i]), sum);
+    return raw[i] = swish(fmaf(tap[3][i], lo(now), sum));
+  }
+  DEVICE const float* query(uint32_t i) const { return &raw[i]; }
+  DEVICE const float* key(uint32_t i) const { return &raw[D + i]; }
+  DEVICE float value(uint32_t i) const { return raw[2 * D + i]; }
+};
+
+// What the warps of a block tell each other of a row: sums over their keys of squares and products, and of each quarter of a head of its columns.
+template <int kQ>
+struct Meeting {
+  __align__(16) float parts[4][4];
+  float2 sums[kQ][4][32], scalars;
+  DEVICE void products(float q, float k) {
+    const float qq = warp_sum(q * q), kk = warp_sum(k * k), qk = warp_sum(q * k);
+    if (threadIdx.x % 32 == 0) *(float4*)parts[threadIdx.x / 32] = make_float4(qq, kk, qk, 0.0f);
+  }
+  DEVICE Rule rule() const {
+    float part[4][4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) *(float4*)part[i] = *(const float4*)parts[i];
+    return Rule(scalars.x, scalars.y, part[0][0] + part[1][0] + part[2][0] + part[3][0], part[0][1] + part[1][1] + part[2][1] + part[3][1],
+                part[0][2] + part[1][2] + part[2][2] + part[3][2]);
+  }
+  DEVICE float2 made(const Rule& rule, uint32_t q, uint32_t own, float value) const {
+    const float2 s0 = sums[q][0][own], s1 = sums[q][1][own], s2 = sums[q][2][own], s3 = sums[q][3][own];
+    return rule(s0.x + s1.x + s2.x + s3.x, s0.y + s1.y + s2.y + s3.y, value);
+  }
+};
+
+// One row a lane, half of a head a block, of which a thread has eight keys of four columns of either quarter.
+struct HalvesShared {
+  Channels<64> channels;
+  Held<2> held;
+  Meeting<2> meeting;
+};
+template <bool kHalf>
+DEVICE void halves(const DeltaParams& p, HalvesShared& m) {
+  constexpr uint32_t D = 128;
+  const Lane lane = lane_of(p.lanes + blockIdx.y);
+  if (p.trigger == 0) pdl_trigger();
+  const uint32_t head = blockIdx.x, quarter = blockIdx.z * 2, key_head = key_head_of(p, head), c = (2 * p.key_heads + p.heads) * D;
+  const uint32_t t = threadIdx.x, warp = t / 32, l = t % 32;
+  const uint32_t query0 = key_head * D, key0 = (p.key_heads + key_head) * D, value0 = (2 * p.key_heads + head) * D + quarter * 32;
+  // State and records are a step old, the rest constant: all asked for before the wait, and before anything is done.
+  Piece<kHalf> state[2];
+#pragma unroll
+  for (int q = 0; q < 2; q++) state[q] = Piece<kHalf>(p, lane, head, quarter + q), state[q].ask(p);
+  const uint32_t own = state[0].own, i0 = state[0].i0;
+  // Of a row: query and key, of the first warps, which end one quarter each, value and z, of the next one a and b.
+  const bool ends = warp < 2;
+  const float factor = __ldg(ends ? p.norm + (quarter + warp) * 32 + own : p.alog + head), dt = __ldg(p.dt + head);
+  const Records record(p, lane, head);
+  m.held.ask(record, quarter);
+  m.channels.ask(p, lane, c, query0, key0, value0);
+  const uint64_t at = (uint64_t)lane.first * p.heads + head;
+  const bf16* line = p.x + (uint64_t)lane.first * c;
+  const bf16 *at0 = ready(line + query0 + t), *at1 = ready(line + key0 + t);
+  const bf16 *at2 = ready(ends ? line + value0 + t : p.a + at), *at3 = ready(ends ? p.z + at * D + (quarter + warp) * 32 + own : p.b + at);
+  auto open = [&]() {
+    copies_wait();
+    __syncthreads();
+#pragma unroll
+    for (int q = 0; q < 2; q++) state[q].open();
+  };
+  if (record.count) {
+    open();
+    m.held.fold(p, record, state);
+  }
+  pdl_wait();
+  if (p.trigger == 1) pdl_trigger();
+  uint32_t x[4];
+  x[0] = fresh(at0), x[1] = fresh(at1);
+  if (warp <= 2) x[2] = fresh(at2), x[3] = fresh(at3);
+  if (!record.count) open();
+  const float qv = m.channels.convolve(t, x[0]), kv = m.channels.convolve(D + t, x[1]);  // of the keys whose rows of the matrix this warp has
+  __syncwarp();
+  if (ends) {
+    m.channels.convolve(2 * D + t, x[2]);
+  } else if (warp == 2) {
+    const float decay = decay_of(lo(x[2]), factor, dt), beta = gate(lo(x[3]));
+    if (l == 0) m.meeting.scalars = make_float2(decay, beta);
+  }
+  m.meeting.products(qv, kv);
+#pragma unroll
+  for (int q = 0; q < 2; q++) m.meeting.sums[q][warp][own] = state[q].along(m.channels.key(i0), m.channels.query(i0));
+  __syncthreads();
+  const Rule rule = m.meeting.rule();
+#pragma unroll
+  for (int q = 0; q < 2; q++) {
+    if (record.leave && warp != q) continue;  // the matrix is not written: a record is
+    const float2 made = m.meeting.made(rule, q, own, m.channels.value(q * 32 + own));
+    if (warp == q) end_row(p, lane.first, head, quarter + q, own, made.x, factor, x[3]);
+    if (record.leave) {
+      record(record.count)[D + (quarter + q) * 32 + own] = made.y;
+    } else {
+      float k[8];
+      *(float4*)k = *(const float4*)m.channels.key(i0), *(float4*)(k + 4) = *(const float4*)m.channels.key(i0 + 4);
+      state[q].decay(rule.decay);
+      state[q].correct(k, made.y);
+      state[q].put(p);
+    }
+  }
+  if (record.leave && quarter == 0) {
+    float* rec = record(record.count);
+    rec[t] = kv;
+    if (t == 0) rec[2 * D] = rule.decay;
+  }
+}
+
+// One row a lane, a whole head a block: of two quarters a thread has its pieces in registers, of two in shared memory, where it has put them itself.
+struct HeadsShared {
+  __align__(16) float rest[2][8][kQuarter][4];
+  Channels<128> channels;
+  Held<4> held;
+  Meeting<4> meeting;
+};
+template <bool kHalf>
+DEVICE void whole_heads(const DeltaParams& p, HeadsShared& m) {
+  constexpr uint32_t D = 128;
+  const Lane lane = lane_of(p.lanes + blockIdx.y);
+  if (p.trigger == 0) pdl_trigger();
+  const uint32_t head = blockIdx.x, key_head = key_head_of(p, head), c = (2 * p.key_heads + p.heads) * D;
+  const uint32_t t = threadIdx.x, warp = t / 32, l = t % 32;
+  const uint32_t query0 = key_head * D, key0 = (p.key_heads + key_head) * D, value0 = (2 * p.key_heads + head) * D;
+  // State and records are a step old, the rest constant: all asked for before the wait, and before anything is done.
+  Piece<kHalf> state[2];
+#pragma unroll
+  for (int q = 0; q < 2; q++) state[q] = Piece<kHalf>(p, lane, head, q), state[q].ask(p);
+  const uint32_t own = state[0].own, c4 = state[0].c4, i0 = state[0].i0;
+  const uint64_t at_rest = state[0].at + 64;
+  const Records record(p, lane, head);
+  m.held.ask(record, 0);
+  m.channels.ask(p, lane, c, query0, key0, value0);
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#pragma unroll
+  for (int q = 0; q < 2; q++)
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const uint32_t to = (uint32_t)__cvta_generic_to_shared(m.rest[q][i][t]);
+      if constexpr (kHalf) asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"((const bf16*)p.state + at_rest + q * 32 + i * D) : "memory");
+      else asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"((const float*)p.state + at_rest + q * 32 + i * D) : "memory");
+    }
+  const float norm = __ldg(p.norm + warp * 32 + own), alog = __ldg(p.alog + head), dt = __ldg(p.dt + head);
+  const uint64_t at = (uint64_t)lane.first * p.heads + head;
+  const bf16* line = p.x + (uint64_t)lane.first * c;
+  const bf16 *at0 = ready(line + query0 + t), *at1 = ready(line + key0 + t), *at2 = ready(line + value0 + t), *at3 = ready(p.z + at * D + warp * 32 + own);
+  if (record.count) {
+    asm volatile("cp.async.commit_group; cp.async.wait_group 1;" ::: "memory");
+    __syncthreads();
+#pragma unroll
+    for (int q = 0; q < 2; q++) state[q].open();
+    m.held.fold<2>(p, record, state);
+  }
+  pdl_wait();
+  if (p.trigger == 1) pdl_trigger();
+  uint32_t x[4], xa = 0, xb = 0;
+  x[0] = fresh(at0), x[1] = fresh(at1), x[2] = fresh(at2), x[3] = fresh(at3);
+  if (warp == 3) xa = fresh(p.a + at), xb = fresh(p.b + at);
+  copies_wait();
+  if (!record.count) {
+    __syncthreads();
+#pragma unroll
+    for (int q = 0; q < 2; q++) state[q].open();
+  }
+  // A piece in shared memory passes through registers, half of its keys at a time.
+  if (kHalf || record.count) {
+#pragma unroll 1
+    for (int n = 0; n < 4; n++) {
+      float S[4][4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float* from = m.rest[n / 2][n % 2 * 4 + i][t];
+        if constexpr (kHalf) {
+          const uint2 v = *(const uint2*)from;
+          S[i][0] = lo(v.x), S[i][1] = hi(v.x), S[i][2] = lo(v.y), S[i][3] = hi(v.y);
+        } else {
+          *(float4*)S[i] = *(const float4*)from;
+        }
+      }
+#pragma unroll 1
+      for (uint32_t f = 0; f < record.count; f++) {
+        float k[4], d[4], decay;
+        auto read = [&](const float* rec) { decay = rec[2 * D], *(float4*)k = *(const float4*)(rec + i0 + n % 2 * 4), *(float4*)d = *(const float4*)(rec + D + 64 + n / 2 * 32 + c4 * 4); };
+        if (f < kHeld) read(m.held.at[f]);
+        else read(record(f));
+        const bool round = kHalf && record.rounded(p, f);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+          for (int j = 0; j < 4; j++) {
+            S[i][j] = fmaf(k[i], d[j], __fmul_rn(S[i][j], decay));
+            if (round) S[i][j] = round_bf16(S[i][j]);
+          }
+      }
+#pragma unroll
+      for (int i = 0; i < 4; i++) *(float4*)m.rest[n / 2][n % 2 * 4 + i][t] = *(const float4*)S[i];
+    }
+  }
+  const float qv = m.channels.convolve(t, x[0]), kv = m.channels.convolve(D + t, x[1]);  // of the keys whose rows of the matrix this warp has
+  __syncwarp();
+  m.channels.convolve(2 * D + t, x[2]);
+  if (warp == 3) {
+    const float decay = decay_of(lo(xa), alog, dt), beta = gate(lo(xb));
+    if (l == 0) m.meeting.scalars = make_float2(decay, beta);
+  }
+  m.meeting.products(qv, kv);
+  auto other = [&](int q) {
+    Piece<kHalf> s;
+    s.c4 = c4, s.g = state[0].g, s.at = at_rest + q * 32;
+#pragma unroll
+    for (int i = 0; i < 8; i++) *(float4*)s.S[i] = *(const float4*)m.rest[q][i][t];
+    return s;
+  };
+#pragma unroll
+  for (int q = 0; q < 2; q++) m.meeting.sums[q][warp][own] = state[q].along(m.channels.key(i0), m.channels.query(i0));
+#pragma unroll 1
+  for (int q = 0; q < 2; q++) m.meeting.sums[2 + q][warp][own] = other(q).along(m.channels.key(i0), m.channels.query(i0));
+  __syncthreads();
+  const Rule rule = m.meeting.rule();
+  auto made = [&](uint32_t q) { return m.meeting.made(rule, q, own, m.channels.value(q * 32 + own)); };
+  const float2 mine = made(warp);  // a warp ends one quarter
+  end_row(p, lane.first, head, warp, own, mine.x, norm, x[3]);
+  if (record.leave) {
+    float* rec = record(record.count);
+    rec[D + warp * 32 + own] = mine.y, rec[t] = kv;
+    if (t == 0) rec[2 * D] = rule.decay;
+    return;
+  }
+  float k[8];
+  *(float4*)k = *(const float4*)m.channels.key(i0), *(float4*)(k + 4) = *(const float4*)m.channels.key(i0 + 4);
+  auto put = [&](Piece<kHalf>& s, uint32_t q) { s.decay(rule.decay), s.correct(k, made(q).y), s.put(p); };
+#pragma unroll
+  for (int q = 0; q < 2; q++) put(state[q], q);
+#pragma unroll 1
+  for (int q = 0; q < 2; q++) {
+    Piece<kHalf> s = other(q);
+    put(s, 2 + q);
+  }
+}
+
 // In 288 threads: each convolves a channel of all rows, eight warps make a row ready each, the ninth has the rows' decays, and four have the state.
 struct RowsShared {
   static constexpr uint32_t D = 128;
-  __align__(16) float raw[kAtOnce][kRows], made[kAtOnce][32], held[kHeld][D + 36];  // raw: of each row query, key, value
+  __align__(16) float raw[kAtOnce][kRows], made[kAtOnce][32];  // raw: of each row query, key, value
+  Held<1> held;
   float2 sums[2][4][32];
   Rule rules[kAtOnce];
   unsigned short gates[kAtOnce][32];
@@ -464,7 +752,7 @@ DEVICE void rows(const DeltaParams& p, RowsShared& m) {
   Piece<kHalf> state(p, lane, head, quarter);
   if (stateful) state.ask(p);
   const Records record(p, lane, head);
-  ask_records(held, record, quarter);
+  held.ask(record, quarter);
   unsigned short old[3];
 #pragma unroll
   for (uint32_t j = 0; j < 3; j++) old[j] = __bfloat16_as_ushort(before(p, lane, j, c)[channel]);
@@ -474,7 +762,7 @@ DEVICE void rows(const DeltaParams& p, RowsShared& m) {
     __syncthreads();
     if (stateful) {
       state.open();
-      state.fold(p, record, held);
+      held.fold(p, record, &state);
       if (lane.record) state.put(p);  // long before the kernel ends, which waits for it
     }
   }
@@ -577,6 +865,17 @@ NINFER_KERNEL(delta_one, DeltaParams, kQuarter, kOneBlocks) {
   __shared__ QuartersShared shared;
   if (p.half_state) quarters<true, true>(p, shared);
   else quarters<false, true>(p, shared);
+}
+NINFER_KERNEL(delta_halves, DeltaParams, kQuarter, 4) {
+  __shared__ HalvesShared shared;
+  if (p.half_state) halves<true>(p, shared);
+  else halves<false>(p, shared);
+}
+static_assert(sizeof(HeadsShared) <= 54 << 10);  // DeltaHeadsShared
+NINFER_KERNEL(delta_heads, DeltaParams, kQuarter, 4) {  // three are on an SM, in so few registers that the next kernel finds room beside two
+  HeadsShared& shared = *(HeadsShared*)dynamic;
+  if (p.half_state) whole_heads<true>(p, shared);
+  else whole_heads<false>(p, shared);
 }
 NINFER_KERNEL(delta_quarters, DeltaParams, kQuarter, 1) {
   __shared__ QuartersShared shared;

@@ -52,6 +52,9 @@ const (
 // AttendShared is the shared memory that a block of AttendPairs asks for: keys of BF16.
 const AttendShared = 64 * 576
 
+// DeltaHeadsShared is the shared memory of a block of delta_heads: half of a head's state, records, channels.
+const DeltaHeadsShared = 54 << 10
+
 // LikelyIDs is how many ids Likely finds.
 const LikelyIDs = 128
 
@@ -142,7 +145,7 @@ type Set = code.Set[ID]
 // Load loads the machine code into c: the committed one, or that of files. It fails with *driver.ArchError on a GPU there is no code for.
 func Load(c *driver.Context, files fs.FS) (*Set, error) {
 	return code.Load(c, &table, files, []ID{
-		Delta, ProjectBf16, ProjectBf16Deep, ProjectBf16Rows, ProjectE4m3, ProjectWhole, ProjectWholeRows, ProjectWholeLanes,
+		Delta, DeltaHeads, ProjectBf16, ProjectBf16Deep, ProjectBf16Rows, ProjectE4m3, ProjectWhole, ProjectWholeRows, ProjectWholeLanes,
 		// where an SM had been divided for attention's kernels, the product that comes next could not start beside them
 		PrepScore, SelectBlocks, AttendPairs, AttendPairsFp8, MergePairs,
 	})

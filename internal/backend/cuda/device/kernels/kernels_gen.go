@@ -25,6 +25,8 @@ const (
 	Route                       // RouteParams
 	Delta                       // DeltaParams
 	DeltaOne                    // DeltaParams
+	DeltaHalves                 // DeltaParams
+	DeltaHeads                  // DeltaParams
 	DeltaQuarters               // DeltaParams
 	DeltaRows                   // DeltaParams
 	StemWide                    // StemParams
@@ -86,6 +88,8 @@ var table = code.Table[ID]{
 		{Name: "route", Source: "blocks", Threads: 32},
 		{Name: "delta", Source: "delta", Threads: (512)},
 		{Name: "delta_one", Source: "delta", Threads: (128)},
+		{Name: "delta_halves", Source: "delta", Threads: (128)},
+		{Name: "delta_heads", Source: "delta", Threads: (128)},
 		{Name: "delta_quarters", Source: "delta", Threads: (128)},
 		{Name: "delta_rows", Source: "delta", Threads: (288)},
 		{Name: "stem_wide", Source: "drafts", Threads: (512)},
