@@ -128,19 +128,26 @@ func TestSelected(t *testing.T) {
 	defer d.Close()
 	r := rand.New(rand.NewPCG(3, 4))
 	for _, ratio := range []int{4, 2, 6} {
-		for _, n := range []int{3, 512, 513, 2000, 4096, 4097, 9000, 16384} {
+		for _, n := range []int{3, 512, 513, 2000, 4096, 4097, 9000, 16384, 65536} {
 			pages := make([]uint32, n*ratio/64+2)
 			for i, page := range r.Perm(len(pages)) {
 				pages[i] = uint32(page)
 			}
 			for kind, value := range map[string]func(int) float64{
-				"normal":  func(int) float64 { return r.NormFloat64() },
-				"wide":    func(int) float64 { return math.Exp2(60 * r.NormFloat64()) },
-				"close":   func(int) float64 { return 1 + 1e-6*r.Float64() },
-				"few":     func(int) float64 { return float64(r.IntN(5)) },
-				"pairs":   func(i int) float64 { return float64(i / 2 % 700) },
-				"equal":   func(int) float64 { return 1.5 },
-				"zero":    func(int) float64 { return math.Copysign(0, r.Float64()-0.5) },
+				"normal": func(int) float64 { return r.NormFloat64() },
+				"wide":   func(int) float64 { return math.Exp2(60 * r.NormFloat64()) },
+				"close":  func(int) float64 { return 1 + 1e-6*r.Float64() },
+				"few":    func(int) float64 { return float64(r.IntN(5)) },
+				"pairs":  func(i int) float64 { return float64(i / 2 % 700) },
+				"equal":  func(int) float64 { return 1.5 },
+				"zero":   func(int) float64 { return math.Copysign(0, r.Float64()-0.5) },
+				"rare":   func(int) float64 { return max(0, r.NormFloat64()-2.5) },
+				"outlier": func(i int) float64 {
+					if i == n/2 {
+						return 1e7
+					}
+					return r.NormFloat64()
+				},
 				"rising":  func(i int) float64 { return float64(i) },
 				"falling": func(i int) float64 { return -float64(i) },
 				"holes": func(i int) float64 {

@@ -202,15 +202,14 @@ func (d *Device) Attended(a Attention) ([]byte, error) {
 func (d *Device) Selected(scores []float32, pages []uint32, at, ratio, most int) ([]uint32, error) {
 	row := kernels.Row{At: uint32(at)}
 	ld := (most*ratio + ratio - 1 + 3) / 4 * 4
-	segments := tiles(len(scores), kernels.Segment)
+	selector, selectors := kernels.Selector(len(scores))
 	p := kernels.SelectParams{Ratio: uint32(ratio), Blocks: uint32(len(scores)), Most: uint32(most), ListLd: uint32(ld), PagesLd: uint32(len(pages))}
 	out := make([]byte, 4*ld)
 	count := make([]byte, 4)
 	err := d.placed("select", map[*driver.Ptr][]byte{
 		&p.Rows: bytesIn([]kernels.Row{row}), &p.Pages: bytesIn(pages), &p.Scores: bytesIn(scores), &p.List: out, &p.Count: count,
-		&p.Best: make([]byte, 8*segments*most), &p.Arrived: make([]byte, 4),
 	}, &p.List, out, func(c *driver.Context) error {
-		if err := d.set.Run(c, d.stream, kernels.SelectBlocks, [3]uint32{uint32(segments), 1, 1}, 0, &p, true); err != nil {
+		if err := d.set.Run(c, d.stream, selector, [3]uint32{uint32(selectors), 1, 1}, 0, &p, true); err != nil {
 			return err
 		}
 		if err := c.ToHost(d.stream, count, p.Count); err != nil {

@@ -400,12 +400,8 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 		Rows: s.rows, Pages: prep.Pages, PagesLd: prep.PagesLd, Scores: score.Scores, List: l.rows("selection", 4*longest), Count: l.rows("selected", 4),
 		Ratio: prep.Ratio, Blocks: score.Blocks, Most: score.Most, ListLd: uint32(longest),
 	}
-	segments := max(1, tiles(blocks, kernels.Segment))
-	l.check(segments == 1 || segments*w.Blocks <= kernels.Candidates, "selection of %d blocks from %d: more than is planned for", w.Blocks, blocks)
-	if segments > 1 {
-		choose.Best = l.rows("best blocks", 8*segments*w.Blocks)
-	}
-	choose.Arrived = l.zeros("arrivals", 4*s.program.Pass.Rows)
+	selector, selectors := kernels.Selector(blocks)
+	l.check(blocks <= kernels.SelectMost, "selection from %d blocks, %d at most", blocks, kernels.SelectMost)
 	attend := kernels.AttendParams{
 		Q: prep.Q, List: choose.List, Count: choose.Count,
 		Heads: prep.Heads, Kv: prep.Kv, Hd: prep.Hd, ListLd: choose.ListLd, Splits: splits,
@@ -446,8 +442,13 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 		if beside {
 			unitBlocks := tiles(units, 8)
 			both := kernels.PrepScoreParams{Prep: prep, Score: score, Units: uint32(unitBlocks)}
-			scorers := max(1, min(2*d.owner.Device().SMs/len(p.rows)-unitBlocks-1, tiles(blocks, 128))) // so that all blocks stand on the GPU at once
-			if err := start(p, kernels.PrepScore, unitBlocks+1+scorers, len(p.rows), 1, 0, &both); err != nil {
+			keys := tiles(blocks, kernels.PrepKeys)
+			scorers := max(1, min(2*d.owner.Device().SMs/len(p.rows)-unitBlocks-1, keys)) // so that all blocks stand on the GPU at once
+			shared := uint32(0)
+			if w.Ratio == 4 {
+				shared = kernels.PrepTile * uint32(min(2, tiles(keys, scorers)))
+			}
+			if err := start(p, kernels.PrepScore, unitBlocks+1+scorers, len(p.rows), 1, shared, &both); err != nil {
 				return err
 			}
 		} else {
@@ -470,7 +471,7 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 		join.Qg += at * driver.Ptr(4*qw)
 		merge.Qg += at * driver.Ptr(4*qw)
 		out.Out += at * driver.Ptr(2*w.Out.N)
-		if err := start(p, kernels.SelectBlocks, segments, rows, 1, 0, &chosen); err != nil {
+		if err := start(p, selector, selectors, rows, 1, 0, &chosen); err != nil {
 			return err
 		}
 		if !p.plain {

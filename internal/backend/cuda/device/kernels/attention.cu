@@ -4,8 +4,9 @@
 //                  sums in FP32, weights as a BF16 part and what that leaves. attend_pairs_fp8: keys and values are E4M3 with a scale. Grid: key head,
 //                  row, pair.
 //   merge_pairs    all pairs of a head, times the output gate. Grid: head, row, quarter of the head.
-//   select_blocks  where the tokens are that a row attends to, ascending: best blocks, ties to the lower, and the tail. Any shape. Grid: segment,
-//                  row.
+//   select_blocks  where the tokens are that a row attends to, ascending: best blocks, ties to the lower, and the tail. Any shape, kSegment blocks at
+//                  most. Grid: 1, row.
+//   select_shared  the same of up to 65,536 blocks, by a cluster of eight blocks. Grid: 8, row.
 //
 // A row's sums depend on its own list only: company changes nothing.
 #include "best.cuh"
@@ -15,19 +16,15 @@
 
 // A selection is one block, alone on its SM and once a launch: what takes its time is fetching instructions, so that its loops are not unrolled.
 static constexpr int kSelect = 1024;           // threads
-static constexpr uint32_t kCandidates = 8192;  // keys that it can choose from
 static constexpr uint32_t kNear = 32;          // keys of a bin that are ranked
 
 struct SelectRoom {
-  __align__(16) uint32_t key[kCandidates];
+  __align__(16) uint32_t key[kSegment];
   __align__(16) uint32_t bins[kBins];
-  uint32_t mask[kCandidates / 32], first[kCandidates / 32];  // of 32 keys: which are taken, and how many are before them
-  uint32_t range[2][kSelect / 32], scan[kSelect / 32], found[3], n, near[kNear];
-  uint32_t pages[kSegment * 4 / kPage + 1];  // of a segment's blocks of four tokens
+  uint32_t mask[kSegment / 32];  // of 32 keys: which are taken
+  uint32_t high[kSelect / 32], scan[kSelect / 32], found[3], n, near[kNear];
+  uint32_t pages[kSegment * 4 / kPage + 1];  // of blocks of four tokens
 };
-
-// The float that has this key.
-DEVICE float float_of(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key); }
 
 // Sum over the block, to all threads.
 DEVICE uint32_t select_sum(SelectRoom& room, uint32_t v) {
@@ -62,37 +59,36 @@ __device__ __noinline__ void choose_slowly(SelectRoom& room, uint32_t valid, uin
       for (uint32_t ties = room.bins[w]; ties && need; ties &= ties - 1, need--) room.mask[w] |= ties & -ties;
 }
 
-// Marks the best `most` of room.key, ties to the lower place, and counts them. low and high: the least and the largest of this thread's keys.
-//
-// The keys are counted in bins of equal width in value, then, if the bin that holds the last to be taken is not taken as a whole and holds many,
-// those of it in narrower ones; what is in the bin then is ranked against each other.
-DEVICE void choose(SelectRoom& room, uint32_t valid, uint32_t most, uint32_t low, uint32_t high) {
+// Keys from the largest on in windows of kWindow, four powers of two of what they stand for: in bins of equal width, until the last key to be taken is in
+// one that is taken as a whole or holds few. Below a window there is the next, since some keys may be far larger than others, and within a bin another.
+static constexpr uint32_t kWindow = 1 << 25;
+struct Window {
+  uint32_t base, top;  // keys from base on and below top
+  DEVICE explicit Window(uint32_t high) : base(high >= kWindow ? high - kWindow + 1 : 0), top(high + 1) {}
+  DEVICE uint32_t shift() const { return max(0, 21 - __clz(top - base - 1)); }  // kBins of 2^shift keys hold it
+  DEVICE void lower() { top = base, base = base > kWindow ? base - kWindow : 0; }
+  DEVICE void narrow(uint32_t bin) {
+    const uint32_t wide = 1u << shift();
+    base += bin * wide, top = min(top, base + wide);
+  }
+};
+
+// Marks the best `most` of room.key, more than as many, ties to the lower place. high: the largest of this thread's keys. Bins are zero before.
+DEVICE void choose(SelectRoom& room, uint32_t valid, uint32_t most, uint32_t high) {
   const uint32_t t = threadIdx.x, warp = t / 32, lane = t % 32;
-  low = __reduce_min_sync(~0u, low), high = __reduce_max_sync(~0u, high);
-  if (lane == 0) room.range[0][warp] = low, room.range[1][warp] = high;
-  if (t < kBins / 4) *(uint4*)(room.bins + 4 * t) = make_uint4(0, 0, 0, 0);
-  if (t == 0) room.n = 0;
+  high = __reduce_max_sync(~0u, high);
+  if (lane == 0) room.high[warp] = high;
   __syncthreads();
-  low = __reduce_min_sync(~0u, room.range[0][lane % (kSelect / 32)]), high = __reduce_max_sync(~0u, room.range[1][lane % (kSelect / 32)]);
-  const float least = float_of(low), spread = float_of(high) - least;
-  const bool all = valid <= most, spreads = low && spread > 1e-30f && spread < 1e30f;
-  const float scale = __fdividef(kBins - 2, spread);
-  uint32_t need = most, count = most, last = 0, upper = 0, level = 0;
-  bool slow = !all && !spreads;
-  // The bin of a key, or of one in bin `upper` a part of it.
-  auto place = [&](uint32_t key) { return (float_of(key) - least) * scale; };
-  auto part = [&](float x) { return (uint32_t)((x - (float)upper) * (kBins - 1)); };
+  Window window(__reduce_max_sync(~0u, room.high[lane]));
+  uint32_t need = most, count;
+  bool slow = false;
 #pragma unroll 1
-  for (; !all && !slow; level++) {
+  for (;;) {
+    const uint32_t base = window.base, width = window.top - base, shift = window.shift();
 #pragma unroll 1
     for (uint32_t i = t; i < valid; i += kSelect) {
-      const float x = place(room.key[i]);
-      uint32_t b = (uint32_t)x;
-      if (level) {
-        if (b != upper) continue;
-        b = part(x);
-      }
-      atomicAdd(room.bins + b, 1u);
+      const uint32_t d = room.key[i] - base;
+      if (d < width) atomicAdd(room.bins + (d >> shift), 1u);
     }
     __syncthreads();
     // From the largest on, four bins a thread, as far as they go.
@@ -116,27 +112,30 @@ DEVICE void choose(SelectRoom& room, uint32_t valid, uint32_t most, uint32_t low
       room.found[0] = at + k;
       room.found[1] = left - (k == 3 ? 0 : k == 2 ? w : k == 1 ? z : y);
       room.found[2] = k == 3 ? v.w : k == 2 ? v.z : k == 1 ? v.y : v.x;
+    } else if (t == kBins / 4 - 1 && above + own < need) {
+      room.found[1] = need - above - own, room.found[2] = 0;  // all of the window is taken
     }
     __syncthreads();
-    last = room.found[0], need = room.found[1], count = room.found[2];
+    need = room.found[1], count = room.found[2];
+    if (count == 0) {
+      window.lower();
+      continue;
+    }
+    window.narrow(room.found[0]);
     if (need == count || count <= kNear) break;
-    slow = level == 1;
-    upper = last;
+    slow = shift == 0;
+    if (slow) break;
   }
   if (slow) {
     __syncthreads();
     choose_slowly(room, valid, most);
   } else {
+    const uint32_t least = need == count ? window.base : window.top;  // to be taken in any case
 #pragma unroll 1
     for (uint32_t i = t; i - lane < valid; i += kSelect) {
-      bool larger = i < valid, equal = false;
-      if (larger && !all) {
-        const float x = place(room.key[i]);
-        const uint32_t b = (uint32_t)x;
-        const int over = level && b == upper ? (int)part(x) - (int)last : (int)b - (int)(level ? upper : last);
-        larger = over > 0 || over == 0 && need == count, equal = over == 0 && need < count;
-      }
-      if (equal) room.near[atomicAdd(&room.n, 1u)] = i;
+      const uint32_t key = i < valid ? room.key[i] : 0;
+      const bool larger = i < valid && key >= least;
+      if (i < valid && !larger && key >= window.base) room.near[atomicAdd(&room.n, 1u)] = i;
       const uint32_t votes = __ballot_sync(~0u, larger);
       if (lane == 0) room.mask[i / 32] = votes;
     }
@@ -155,107 +154,336 @@ DEVICE void choose(SelectRoom& room, uint32_t valid, uint32_t most, uint32_t low
     }
   }
   __syncthreads();
-  if (warp == 0) {
-    const uint32_t words = (valid + 31) / 32, each = (words + 31) / 32, from = lane * each, to = min(words, from + each);
-    uint32_t n = 0;
+}
+
+// What a block of tokens is written with: rows of its tokens, which lie in one page or not.
+DEVICE void list_block(uint32_t* list, const SelectParams& p, const uint32_t* pages, uint32_t block) {
+  const bool whole = kPage % p.ratio == 0;
+  const uint32_t id = whole ? token_row(pages, block * p.ratio) : 0;
 #pragma unroll 1
-    for (uint32_t w = from; w < to; w++) n += __popc(room.mask[w]);
-    uint32_t sum = n;
+  for (uint32_t j = 0; j < p.ratio; j++) list[j] = whole ? id + j : token_row(pages, block * p.ratio + j);
+}
+
+// Calls do(i, e) for each of at most KEYS keys that is taken, number e of them; mask is zero behind the last.
+template <uint32_t KEYS, class Do>
+DEVICE void list_taken(const uint32_t* mask, uint32_t valid, Do todo) {
+  constexpr uint32_t kWords = KEYS / 1024;
+  const uint32_t t = threadIdx.x, lane = t % 32;
+  uint32_t have[kWords];  // words a lane
 #pragma unroll
-    for (int o = 1; o < 32; o <<= 1) {
-      const uint32_t other = __shfl_up_sync(~0u, sum, o);
-      if (lane >= o) sum += other;
-    }
-    sum -= n;
+  for (uint32_t j = 0; j < kWords; j++) have[j] = __popc(mask[j * 32 + lane]);
 #pragma unroll 1
-    for (uint32_t w = from; w < to; w++) room.first[w] = sum, sum += __popc(room.mask[w]);
+  for (uint32_t i = t; i - lane < valid; i += kSelect) {
+    const uint32_t votes = mask[i / 32];
+    uint32_t e = 0;
+#pragma unroll
+    for (uint32_t j = 0; j < kWords; j++) e += j * 32 + lane < i / 32 ? have[j] : 0;
+    e = __reduce_add_sync(~0u, e) + __popc(votes & ((1u << lane) - 1));
+    if (votes >> lane & 1) todo(i, e);
   }
-  __syncthreads();
 }
 
 NINFER_KERNEL(select_blocks, SelectParams, kSelect, 1) {
-  __shared__ bool final;
   __shared__ SelectRoom room;
-  const uint32_t r = blockIdx.y, segment = blockIdx.x, t = threadIdx.x;
+  const uint32_t r = blockIdx.y, t = threadIdx.x;
   const Row row = p.rows[r];
-  const uint32_t visible = row.at + 1, n = visible / p.ratio, segments = (n + kSegment - 1) / kSegment;
+  const uint32_t visible = row.at + 1, n = visible / p.ratio;
   const uint32_t* pages = p.pages + (uint64_t)row.slot * p.pages_ld;
   uint32_t* list = p.list + (uint64_t)r * p.list_ld;
   if (n <= p.most) {
     pdl();
-    if (segment) return;
 #pragma unroll 1
     for (uint32_t i = t; i < visible; i += kSelect) list[i] = token_row(pages, i);
     if (t == 0) p.count[r] = visible;
     return;
   }
-  if (segment >= segments) {
-    pdl();
-    return;
-  }
-  // A block is known by the row of its first token where it lies in one page, and by its number elsewhere.
-  const bool four = p.ratio == 4, whole = kPage % p.ratio == 0;
-  const uint32_t tail = visible - n * p.ratio, end = t < tail ? token_row(pages, n * p.ratio + t) : 0;
-  uint32_t valid = min(kSegment, n - segment * kSegment);
-  if (four && t <= (valid * 4 - 1) / kPage) room.pages[t] = pages[segment * (kSegment * 4 / kPage) + t];
-  const float* scores = p.scores + (uint64_t)r * p.blocks + segment * kSegment;
+  const bool four = p.ratio == 4;
+  const uint32_t taken = p.most * p.ratio, tail = visible - n * p.ratio, end = t < tail ? token_row(pages, n * p.ratio + t) : 0;
+  if (four && t <= (n * 4 - 1) / kPage) room.pages[t] = pages[t];
+  if (t < kBins / 4) *(uint4*)(room.bins + 4 * t) = make_uint4(0, 0, 0, 0);
+  if (t < kSegment / 32) room.mask[t] = 0;
+  if (t == 0) room.n = 0;
+  const float* scores = p.scores + (uint64_t)r * p.blocks;
   pdl();
-  uint32_t low = ~0u, high = 0;
-  const float4 four_scores = t * 4 < valid ? __ldcg((const float4*)scores + t) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  const float score[4] = {four_scores.x, four_scores.y, four_scores.z, four_scores.w};
+  uint32_t high = 0;
+  float score[kSegment / kSelect];
 #pragma unroll
-  for (uint32_t i = 0; i < 4; i++)
-    if (t * 4 + i < valid) {
+  for (uint32_t i = 0; i < kSegment / kSelect; i++)
+    if (t + i * kSelect < n) score[i] = __ldcg(scores + t + i * kSelect);
+#pragma unroll
+  for (uint32_t i = 0; i < kSegment / kSelect; i++)
+    if (t + i * kSelect < n) {
       const uint32_t key = float_key(score[i]);
-      room.key[t * 4 + i] = key, low = min(low, key), high = max(high, key);
+      room.key[t + i * kSelect] = key, high = max(high, key);
     }
-  uint32_t* best = p.best + (uint64_t)r * gridDim.x * p.most * 2;
-  bool joined = false;  // the segments' best
-#pragma unroll 1
-  for (;;) {
-    choose(room, valid, p.most, low, high);
-    const bool over = joined || segments == 1;
-#pragma unroll 1
-    for (uint32_t i = t; i < valid; i += kSelect) {
-      const uint32_t votes = room.mask[i / 32];
-      if (!(votes >> i % 32 & 1)) continue;
-      const uint32_t e = room.first[i / 32] + __popc(votes & ((1u << i % 32) - 1));
-      uint32_t id = segment * kSegment + i;
-      if (joined) id = __ldcg(best + (uint64_t)i * 2 + 1);
-      else if (four) id = room.pages[i * 4 / kPage] * kPage + i * 4 % kPage;
-      else if (whole) id = token_row(pages, id * p.ratio);
-      if (!over) {
-        *(uint2*)(best + ((uint64_t)segment * p.most + e) * 2) = make_uint2(room.key[i], id);
-      } else if (four) {
-        *(uint4*)(list + e * 4) = make_uint4(id, id + 1, id + 2, id + 3);
-      } else {
-#pragma unroll 1
-        for (uint32_t j = 0; j < p.ratio; j++) list[e * p.ratio + j] = whole ? id + j : token_row(pages, id * p.ratio + j);
-      }
+  choose(room, n, p.most, high);
+  list_taken<kSegment>(room.mask, n, [&](uint32_t i, uint32_t e) {
+    if (four) {
+      const uint32_t id = room.pages[i * 4 / kPage] * kPage + i * 4 % kPage;
+      *(uint4*)(list + e * 4) = make_uint4(id, id + 1, id + 2, id + 3);
+    } else {
+      list_block(list + e * p.ratio, p, pages, i);
     }
-    if (over) break;
-    // Each segment leaves its best in order; the last one to arrive chooses among them.
-    __threadfence();
-    __syncthreads();
-    if (t == 0) {
-      final = atomicAdd(p.arrived + r, 1) == segments - 1;
-      if (final) p.arrived[r] = 0;
-    }
-    __syncthreads();
-    if (!final) return;
-    __threadfence();
-    valid = (segments - 1) * p.most + min(p.most, n - (segments - 1) * kSegment), low = ~0u, high = 0, joined = true;
-#pragma unroll 4
-    for (uint32_t i = t; i < valid; i += kSelect) {
-      const uint32_t key = __ldcg(best + (uint64_t)i * 2);
-      room.key[i] = key, low = min(low, key), high = max(high, key);
-    }
-  }
-  const uint32_t taken = min(valid, p.most) * p.ratio;
+  });
   if (t < tail) list[taken + t] = end;
   if (t == 0) p.count[r] = taken + tail;
 }
 
+// A selection from many blocks of tokens: eight blocks of a cluster share a row's scores.
+static constexpr uint32_t kShare = 8, kShareKeys = 8192, kShareNear = 64;
+
+struct ShareRoom {
+  __align__(16) uint32_t key[kShareKeys];
+  __align__(16) uint32_t bins[kBins];
+  __align__(16) uint32_t groups[kShare][kBins / 32];  // keys in 32 bins each, of all blocks
+  uint32_t fine[kShare][32];                          // of the bins of one group
+  uint2 near[kShareNear];
+  uint32_t mask[kShareKeys / 32];
+  uint32_t high[kShare], sums[2][kShare], scan[kSelect / 32], n, earlier;
+  uint32_t pages[kShareKeys * 4 / kPage];
+};
+
+DEVICE void share_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void share_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DEVICE uint32_t there(const void* mine, uint32_t rank) {
+  uint32_t a;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"((uint32_t)__cvta_generic_to_shared(mine)), "r"(rank));
+  return a;
+}
+DEVICE void put(uint32_t at, uint32_t v) { asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory"); }
+DEVICE void put(uint32_t at, uint32_t v, uint32_t w) { asm volatile("st.shared::cluster.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(v), "r"(w) : "memory"); }
+DEVICE uint32_t get(uint32_t at) {
+  uint32_t v;
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
+  return v;
+}
+
+// Sums over the cluster's blocks of v of each thread: of all, and of those before this one. step: sums before this one.
+DEVICE uint32_t share_sum(ShareRoom& room, uint32_t rank, uint32_t v, uint32_t step, uint32_t& before) {
+  v = __reduce_add_sync(~0u, v);
+  if (threadIdx.x % 32 == 0) room.scan[threadIdx.x / 32] = v;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    v = __reduce_add_sync(~0u, room.scan[threadIdx.x]);
+    if (threadIdx.x < kShare) put(there(&room.sums[step % 2][rank], threadIdx.x), v);
+  }
+  share_arrive();
+  share_wait();
+  uint32_t all = 0;
+  before = 0;
+#pragma unroll 1
+  for (uint32_t i = 0; i < kShare; i++) {
+    if (i == rank) before = all;
+    all += room.sums[step % 2][i];
+  }
+  return all;
+}
+
+// Marks which of this block's keys are among the best, and says how many of other blocks come before them: bit by bit, whatever keys these are.
+__device__ __noinline__ uint32_t share_slowly(ShareRoom& room, uint32_t rank, uint32_t valid, uint32_t most) {
+  const uint32_t t = threadIdx.x;
+  uint32_t threshold = 0, before, step = 0;
+  for (int bit = 31; bit >= 0; bit--) {
+    const uint32_t next = threshold | 1u << bit;
+    uint32_t n = 0;
+    for (uint32_t i = t; i < valid; i += kSelect) n += room.key[i] >= next;
+    if (share_sum(room, rank, n, step++, before) >= most) threshold = next;
+  }
+  uint32_t larger = 0, equal = 0;
+  for (uint32_t i = t; i - t % 32 < valid; i += kSelect) {
+    const bool more = i < valid && room.key[i] > threshold, same = i < valid && room.key[i] == threshold;
+    const uint32_t votes = __ballot_sync(~0u, more), ties = __ballot_sync(~0u, same);
+    if (t % 32 == 0) room.mask[i / 32] = votes, room.bins[i / 32] = ties;
+    larger += more, equal += same;
+  }
+  uint32_t before_equal;
+  const uint32_t all = share_sum(room, rank, larger, step++, before);
+  share_sum(room, rank, equal, step++, before_equal);
+  const uint32_t need = most - all, gone = min(need, before_equal);
+  if (t == 0) {
+    uint32_t left = need - gone;
+    for (uint32_t w = 0; left && w * 32 < valid; w++)
+      for (uint32_t ties = room.bins[w]; ties && left; ties &= ties - 1, left--) room.mask[w] |= ties & -ties;
+  }
+  return before + gone;
+}
+
+extern "C" __global__ void __cluster_dims__(kShare, 1, 1) select_shared(const __grid_constant__ SelectParams p);
+NINFER_KERNEL(select_shared, SelectParams, kSelect, 1) {
+  __shared__ ShareRoom room;
+  const uint32_t r = blockIdx.y, rank = blockIdx.x, t = threadIdx.x, warp = t / 32, lane = t % 32;
+  const Row row = p.rows[r];
+  const uint32_t visible = row.at + 1, n = visible / p.ratio;
+  const uint32_t* pages = p.pages + (uint64_t)row.slot * p.pages_ld;
+  uint32_t* list = p.list + (uint64_t)r * p.list_ld;
+  if (n <= p.most) {
+    pdl();
+    if (rank) return;
+#pragma unroll 1
+    for (uint32_t i = t; i < visible; i += kSelect) list[i] = token_row(pages, i);
+    if (t == 0) p.count[r] = visible;
+    return;
+  }
+  share_arrive();  // a block's shared memory is written once it has begun
+  const bool four = p.ratio == 4;
+  const uint32_t tail = visible - n * p.ratio, end = t < tail ? token_row(pages, n * p.ratio + t) : 0;
+  const uint32_t per = (n + kShare * 128 - 1) / (kShare * 128) * 128, from = min(n, rank * per), valid = min(n - from, per);
+  if (four && t < (valid * 4 + kPage - 1) / kPage) room.pages[t] = pages[from * 4 / kPage + t];
+  if (t < kBins / 4) *(uint4*)(room.bins + 4 * t) = make_uint4(0, 0, 0, 0);
+  if (t < kShareKeys / 32) room.mask[t] = 0;
+  if (t == 0) room.n = room.earlier = 0;
+  const float* scores = p.scores + (uint64_t)r * p.blocks + from;
+  pdl();
+  uint32_t high = 0;
+#pragma unroll 1
+  for (uint32_t at = t * 4; at < valid; at += 4 * kSelect) {
+    const float4 v = __ldcg((const float4*)(scores + at));
+    const float score[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++)
+      if (at + i < valid) {
+        const uint32_t key = float_key(score[i]);
+        room.key[at + i] = key, high = max(high, key);
+      }
+  }
+  high = __reduce_max_sync(~0u, high);
+  if (lane == 0) room.scan[warp] = high;
+  __syncthreads();
+  share_wait();
+  if (warp == 0) {
+    high = __reduce_max_sync(~0u, room.scan[lane]);
+    if (lane < kShare) put(there(&room.high[rank], lane), high);
+  }
+  share_arrive();
+  share_wait();
+  Window window(__reduce_max_sync(~0u, room.high[lane % kShare]));
+  uint32_t need = p.most, count, before = 0, ahead = 0;
+  bool slow = false;
+#pragma unroll 1
+  for (;;) {
+    const uint32_t base = window.base, width = window.top - base, shift = window.shift();
+#pragma unroll 1
+    for (uint32_t i = t; i < valid; i += kSelect) {
+      const uint32_t d = room.key[i] - base;
+      if (d < width) atomicAdd(room.bins + (d >> shift), 1u);
+    }
+    __syncthreads();
+    {
+      const uint32_t a = __reduce_add_sync(~0u, room.bins[warp * 64 + lane]), b = __reduce_add_sync(~0u, room.bins[warp * 64 + 32 + lane]);
+      if (lane < kShare) put(there(&room.groups[rank][warp * 2], lane), a, b);
+    }
+    share_arrive();
+    share_wait();
+    // From the largest on: the group, two a lane.
+    const uint32_t at = 62 - 2 * lane;
+    uint32_t own[2] = {0, 0}, mine[2] = {0, 0};  // of all blocks, of those before this one
+#pragma unroll
+    for (uint32_t i = 0; i < kShare; i++) {
+      const uint2 v = *(const uint2*)&room.groups[i][at];
+      own[0] += v.y, own[1] += v.x;
+      if (i < rank) mine[0] += v.y, mine[1] += v.x;
+    }
+    uint32_t sum = own[0] + own[1];
+#pragma unroll
+    for (int o = 1; o < 32; o <<= 1) {
+      const uint32_t other = __shfl_up_sync(~0u, sum, o);
+      if (lane >= o) sum += other;
+    }
+    uint32_t above = sum - own[0] - own[1];
+    const uint32_t reach = __ballot_sync(~0u, sum >= need);
+    if (reach) {
+      const uint32_t who = __ffs(reach) - 1;
+      const bool second = above + own[0] < need;
+      const uint32_t group = __shfl_sync(~0u, second ? at : at + 1, who);
+      above = __shfl_sync(~0u, second ? above + own[0] : above, who);
+      before += __reduce_add_sync(~0u, (at + 1 > group ? mine[0] : 0) + (at > group ? mine[1] : 0));
+      if (warp < kShare) room.fine[warp][lane] = get(there(room.bins + group * 32 + lane, warp));
+      __syncthreads();
+      uint32_t total = 0, prior = 0;  // of bin 31 - lane of the group
+#pragma unroll
+      for (uint32_t i = 0; i < kShare; i++) {
+        const uint32_t v = room.fine[i][31 - lane];
+        total += v;
+        if (i < rank) prior += v;
+      }
+      uint32_t through = total;
+#pragma unroll
+      for (int o = 1; o < 32; o <<= 1) {
+        const uint32_t other = __shfl_up_sync(~0u, through, o);
+        if (lane >= o) through += other;
+      }
+      const uint32_t bin = __ffs(__ballot_sync(~0u, above + through >= need)) - 1;
+      count = __shfl_sync(~0u, total, bin);
+      need -= above + __shfl_sync(~0u, through - total, bin);
+      before += __reduce_add_sync(~0u, lane < bin ? prior : 0);
+      ahead = __shfl_sync(~0u, prior, bin);
+      window.narrow(group * 32 + 31 - bin);
+      if (need == count || count <= kShareNear) break;
+      slow = shift == 0;
+      if (slow) break;
+    } else {  // all of the window is taken
+      need -= __shfl_sync(~0u, sum, 31);
+      before += __reduce_add_sync(~0u, mine[0] + mine[1]);
+      window.lower();
+    }
+    share_arrive();  // nobody looks at these bins any more
+    share_wait();
+    if (t < kBins / 4) *(uint4*)(room.bins + 4 * t) = make_uint4(0, 0, 0, 0);
+    __syncthreads();
+  }
+  if (slow) {
+    share_arrive();
+    share_wait();
+    before = share_slowly(room, rank, valid, p.most);
+    share_arrive();
+    share_wait();
+  } else {
+    const uint32_t least = need == count ? window.base : window.top;  // to be taken in any case
+#pragma unroll 1
+    for (uint32_t i = t; i - lane < valid; i += kSelect) {
+      const uint32_t key = i < valid ? room.key[i] : 0;
+      const bool larger = i < valid && key >= least;
+      if (i < valid && !larger && key >= window.base) {
+        const uint32_t e = ahead + atomicAdd(&room.n, 1u);
+#pragma unroll 1
+        for (uint32_t j = 0; j < kShare; j++) put(there(room.near + e, j), key, from + i);
+      }
+      const uint32_t votes = __ballot_sync(~0u, larger);
+      if (lane == 0) room.mask[i / 32] = votes;
+    }
+    __syncwarp();
+    share_arrive();
+    share_wait();
+    if (need == count) {
+      before += ahead;
+    } else if (t < count) {
+      const uint2 own = room.near[t];
+      uint32_t better = 0;
+#pragma unroll 1
+      for (uint32_t j = 0; j < count; j++) {
+        const uint2 other = room.near[j];
+        better += other.x > own.x || other.x == own.x && other.y < own.y;
+      }
+      if (better < need) {
+        if (own.y < from) atomicAdd(&room.earlier, 1u);
+        else if (own.y < from + valid) atomicOr(room.mask + (own.y - from) / 32, 1u << (own.y - from) % 32);
+      }
+    }
+  }
+  __syncthreads();
+  before += room.earlier;
+  list_taken<kShareKeys>(room.mask, valid, [&](uint32_t i, uint32_t e) {
+    e += before;
+    if (four) {
+      const uint32_t id = room.pages[i * 4 / kPage] * kPage + i * 4 % kPage;
+      *(uint4*)(list + e * 4) = make_uint4(id, id + 1, id + 2, id + 3);
+    } else {
+      list_block(list + e * p.ratio, p, pages, from + i);
+    }
+  });
+  if (rank == 0 && t < tail) list[p.most * p.ratio + t] = end;
+  if (rank == 0 && t == 0) p.count[r] = p.most * p.ratio + tail;
+}
 static constexpr int kGroup = 256;
 static constexpr uint32_t kKeys = 32;            // tokens at a time
 static constexpr uint32_t kPitch = 256 * 2 + 16;     // bytes of a row in shared memory

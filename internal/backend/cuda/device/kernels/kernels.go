@@ -43,10 +43,30 @@ const (
 	PartSigmoid2 = 4 // 2*sigmoid(scale*v)
 )
 
-// Segment is how many blocks of tokens a block of SelectBlocks looks at, and Candidates how many the last one can choose among.
+// Segment is how many ids a block of Likely looks at, and Candidates how many the last one can choose among.
 const (
 	Segment    = 4096
 	Candidates = 8192
+)
+
+// SelectMost is how many blocks of tokens can be selected from.
+const SelectMost = selectShare * 8192
+
+const selectShare = 8 // blocks of a cluster of SelectShared
+
+// Selector is the kernel that selects from so many blocks of tokens, and how many blocks of it a row takes.
+func Selector(blocks int) (ID, int) {
+	if blocks <= Segment {
+		return SelectBlocks, 1
+	}
+	return SelectShared, selectShare
+}
+
+// PrepScore scores PrepKeys keys at a time, for which a block asks for PrepTile of shared memory, and once more if it has several tiles, where blocks are of
+// four tokens.
+const (
+	PrepKeys = 128
+	PrepTile = PrepKeys * 256
 )
 
 // AttendShared is the shared memory that a block of AttendPairs asks for: keys of BF16.
@@ -147,7 +167,7 @@ func Load(c *driver.Context, files fs.FS) (*Set, error) {
 	return code.Load(c, &table, files, []ID{
 		Delta, DeltaHeads, ProjectBf16, ProjectBf16Deep, ProjectBf16Rows, ProjectE4m3, ProjectWhole, ProjectWholeRows, ProjectWholeLanes,
 		// where an SM had been divided for attention's kernels, the product that comes next could not start beside them
-		PrepScore, SelectBlocks, AttendPairs, AttendPairsFp8, MergePairs,
+		PrepScore, SelectBlocks, SelectShared, AttendPairs, AttendPairsFp8, MergePairs,
 	})
 }
 

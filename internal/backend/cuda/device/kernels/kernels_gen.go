@@ -15,6 +15,7 @@ type ID int
 // The kernels.
 const (
 	SelectBlocks      ID = iota // SelectParams
+	SelectShared                // SelectParams
 	AttendPairs                 // AttendGroupParams
 	AttendPairsFp8              // AttendGroupParams
 	MergePairs                  // MergeGroupParams
@@ -78,6 +79,7 @@ var table = code.Table[ID]{
 	Sources: []string{"attention", "blocks", "delta", "drafts", "draw", "matrix", "prep", "project", "streams"},
 	Kernels: []code.Kernel{
 		{Name: "select_blocks", Source: "attention", Threads: (1024)},
+		{Name: "select_shared", Source: "attention", Threads: (1024)},
 		{Name: "attend_pairs", Source: "attention", Threads: (256)},
 		{Name: "attend_pairs_fp8", Source: "attention", Threads: (256)},
 		{Name: "merge_pairs", Source: "attention", Threads: (256)},

@@ -3,8 +3,9 @@
 //   prep        norms and rotation of queries and keys, append to the planes, index key of a block that a row completes. Any shape. Grid: unit,
 //               row.
 //   prep_score  the same but for index queries, a warp a unit, and beside it the index scores of complete blocks, for heads of 256 and four index
-//               heads of 128, of which 64 values are rotated. Grid: eight units, then a block for what the pass itself completes, then some for what
-//               was complete before it; row.
+//               heads of 128, of which 64 values are rotated. Grid: some blocks for what was complete before the pass, one for what the pass itself
+//               completes, then eight units each; row. Where blocks are of four tokens shared memory for a tile of 128 keys of those that were complete,
+//               for two if a block has several.
 #include "common.cuh"
 
 // The angle of pair i among the first rot values of a head.
@@ -353,19 +354,18 @@ DEVICE float2 score_of(const Fragment& a, const Fragment& b, const Fragment& q) 
   return v;
 }
 
-// Scores of the blocks that earlier passes have completed. FOUR: blocks of four tokens, so that a tile is all of a page.
-template <bool FOUR>
+// Scores of the blocks that earlier passes have completed, whatever their size.
 DEVICE void score_old(const PrepParams& prep, const ScoreParams& p, uint32_t block, uint32_t blocks_of_grid, IndexQueries& queries) {
   const uint32_t r = blockIdx.y, t = threadIdx.x, g = t % 32 / 4, q4 = t % 4;
   const Row row = p.rows[r];
-  const uint32_t ratio = FOUR ? 4 : p.ratio, n = (row.at + 1) / ratio, old = (row.at - row.index) / ratio;
+  const uint32_t ratio = p.ratio, n = (row.at + 1) / ratio, old = (row.at - row.index) / ratio;
   if (n <= p.most || block * 128 >= old) {
     pdl_wait();
     return;
   }
   const uint32_t* pages = p.pages + (uint64_t)row.slot * p.pages_ld;
   const Blocks blocks(ratio);
-  auto row_of = [&](uint32_t b) { return b >= old ? 0 : FOUR ? pages[b / 16] * 16 + b % 16 : (uint32_t)blocks.row(pages[blocks.last(b) / kPage], b); };
+  auto row_of = [&](uint32_t b) { return b >= old ? 0 : (uint32_t)blocks.row(pages[blocks.last(b) / kPage], b); };
   auto fetch = [&](Fragment& f, uint32_t b, uint32_t row) {
 #pragma unroll
     for (int c = 0; c < 4; c++) f.c[c] = b < old ? __ldcg((const uint4*)(p.keys + (uint64_t)row * 128 + c * 32 + q4 * 8)) : make_uint4(0, 0, 0, 0);
@@ -390,6 +390,69 @@ DEVICE void score_old(const PrepParams& prep, const ScoreParams& p, uint32_t blo
     float* to = p.scores + (uint64_t)r * p.blocks + at;
     if (q4 == 0 && at < old) to[0] = v.x;
     if (q4 == 1 && at + 8 < old) to[8] = v.y;
+  }
+}
+
+static constexpr uint32_t kTilePages = 8;  // pages of a tile: eight warps' sixteen keys each, where blocks are of four tokens
+static constexpr uint32_t kPageKeys = 16 * 128 * 2;  // bytes of a page's keys
+
+// The same of blocks of four tokens, all keys of a page side by side. They are copied as they lie, which costs few instructions in front of the wait.
+DEVICE void score_pages(const PrepParams& prep, const ScoreParams& p, uint32_t block, uint32_t blocks_of_grid, IndexQueries& queries) {
+  extern __shared__ __align__(128) uint8_t tiles[];  // two in turn
+  __shared__ __align__(8) uint64_t here[2];
+  const uint32_t r = blockIdx.y, t = threadIdx.x, warp = t / 32, lane = t % 32, g = lane / 4, q4 = t % 4;
+  const Row row = p.rows[r];
+  const uint32_t n = (row.at + 1) / 4, old = (row.at - row.index) / 4;
+  if (n <= p.most || block * 128 >= old) {
+    pdl_wait();
+    return;
+  }
+  const uint32_t* pages = p.pages + (uint64_t)row.slot * p.pages_ld;
+  const uint32_t to = (uint32_t)__cvta_generic_to_shared(tiles), bar = (uint32_t)__cvta_generic_to_shared(here), all = (old + 15) / 16;
+  auto ask = [&](uint32_t k) {  // tile k of this block, by the first warp
+    const uint32_t first = (block + k * blocks_of_grid) * kTilePages;
+    if (first >= all) return;
+    const uint32_t count = min(kTilePages, all - first), at = bar + k % 2 * 8;
+    const uint32_t page = lane < count ? pages[first + lane] : 0;
+    if (lane == 0) asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(at), "r"(count * kPageKeys) : "memory");
+    __syncwarp();
+    if (lane < count)
+      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to + (k % 2 * kTilePages + lane) * kPageKeys),
+                   "l"((const uint8_t*)p.keys + (uint64_t)page * kPageKeys), "r"(kPageKeys), "r"(at)
+                   : "memory");
+  };
+  if (warp == 4) {
+    if (lane < 2) asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(bar + lane * 8) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    __syncwarp();
+    ask(0);
+    ask(1);
+  }
+  Angle angle = {};
+  float norm[4];
+  if (warp < 4) {
+    angle = angle_of(prep.inverse, prep.rows[r].pos);
+#pragma unroll
+    for (int j = 0; j < 4; j++) norm[j] = prep.iq_norm[lane + 32 * j];
+  }
+  pdl_wait();
+  index_queries(queries, prep, r, angle, norm);
+  const Fragment q = query_fragment(queries);
+  uint32_t at = block * 128 + warp * 16 + g;
+#pragma unroll 1
+  for (uint32_t k = 0; at - g < old; k++, at += blocks_of_grid * 128) {
+    asm volatile("{.reg .pred p; L: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @p bra D; bra L; D: }" ::"r"(bar + k % 2 * 8), "r"(k / 2 & 1) : "memory");
+    Fragment a, b;
+    const uint8_t* from = tiles + (k % 2 * kTilePages + warp) * kPageKeys + g * 256 + q4 * 16;
+#pragma unroll
+    for (int c = 0; c < 4; c++) a.c[c] = *(const uint4*)(from + c * 64), b.c[c] = *(const uint4*)(from + 8 * 256 + c * 64);
+    const float2 v = score_of(a, b, q);
+    float* out = p.scores + (uint64_t)r * p.blocks + at;
+    if (q4 == 0 && at < old) out[0] = v.x;
+    if (q4 == 1 && at + 8 < old) out[8] = v.y;
+    if ((block + (k + 2) * blocks_of_grid) * kTilePages >= all) continue;
+    __syncthreads();  // the tile is read
+    if (warp == 4) ask(k + 2);
   }
 }
 
@@ -433,8 +496,14 @@ DEVICE void score_new(const PrepParams& p, const ScoreParams& score, IndexQuerie
 NINFER_KERNEL(prep_score, PrepScoreParams, 256, 2) {
   __shared__ IndexQueries queries;
   pdl_trigger();  // the selection reads nothing early but what the step began with, and lets attention start after its own wait only
-  if (blockIdx.x < p.units) prepare_warp(p.prep, blockIdx.x * 8 + threadIdx.x / 32);
-  else if (blockIdx.x == p.units) score_new(p.prep, p.score, queries);
-  else if (p.score.ratio == 4) score_old<true>(p.prep, p.score, blockIdx.x - p.units - 1, gridDim.x - p.units - 1, queries);
-  else score_old<false>(p.prep, p.score, blockIdx.x - p.units - 1, gridDim.x - p.units - 1, queries);
+  // What takes longest to reach its wait comes first.
+  const uint32_t scorers = gridDim.x - p.units - 1, unit = blockIdx.x;
+  if (unit < scorers) {
+    if (p.score.ratio == 4) score_pages(p.prep, p.score, unit, scorers, queries);
+    else score_old(p.prep, p.score, unit, scorers, queries);
+  } else if (unit == scorers) {
+    score_new(p.prep, p.score, queries);
+  } else {
+    prepare_warp(p.prep, (unit - scorers - 1) * 8 + threadIdx.x / 32);
+  }
 }
