@@ -45,6 +45,13 @@ func (p *pass) start() error {
 		q := kernels.GatherParams{List: host, X: p.s.head.picked, Out: p.s.block, Width: n, N: uint32(len(p.rows))}
 		return start(p, kernels.BeginChained, 1, 1, 1, 0, &q)
 	}
+	if p.arming {
+		blocks := 1
+		if p.bring != 0 {
+			blocks = int(p.s.d.owner.Device().SMs)
+		}
+		return start(p, kernels.BeginArmed, blocks, 1, 1, 0, &kernels.GatherParams{List: host, X: p.bring, Out: p.s.block, Width: n})
+	}
 	if err := start(p, kernels.Begin, 1, 1, 1, 0, &kernels.BeginParams{Host: host, Device: p.s.block, N: n}); err != nil {
 		return err
 	}

@@ -78,38 +78,42 @@ type Device struct {
 	failed error // a device error ends the device
 	closed bool
 
-	images   []image // lanes, then saved
-	states   []plane
-	pages    backend.Pool
-	pool     driver.Ptr // the planes of states that grow
-	tables   driver.Ptr // [lanes][tablePages] pages of the lanes' tokens
-	binds    []func()   // to call when there is a pool
-	scratch  map[scratchKey]scratch
-	weights  map[*byte]driver.Ptr // stored tensors by their first byte
-	vectors  map[vectorKey]driver.Ptr
-	banks    map[*byte]bank
-	rotaries map[backend.Rotary]driver.Ptr
-	folders  map[backend.StateID]func(*Device, *driver.Context, driver.Ptr) error
-	chain    driver.Ptr  // [lanes][width] streams after a lane's last draft row
-	chained  int         // their width
-	spare    driver.Ptr  // a lane's control block, to fold outside a pass
-	temp     driver.Ptr  // room to compact carried rows
-	ring     *files.Ring // for large tensors, while a program is compiled
-	steps    []*step
-	seq      backend.Seq
-	last     *step
-	bytes    uint64        // allocated on the device
-	reserved uint64        // of that, for images
-	cuda     string        // the driver's version of CUDA
-	stored   uint64        // bytes of the tensors that it holds, in whatever form
-	gathered atomic.Uint64 // rows of n-gram tables
-	missed   atomic.Uint64
-	entering atomic.Bool // pages of an n-gram table, until they are or the device is closed
-	entered  sync.WaitGroup
-	wide     *wide // nil before the first step for many rows
-	profile  *profile
-	watch    *watch
-	seed     uint32 // of words
+	images    []image // lanes, then saved
+	states    []plane
+	pages     backend.Pool
+	pool      driver.Ptr // the planes of states that grow
+	tables    driver.Ptr // [lanes][tablePages] pages of the lanes' tokens
+	binds     []func()   // to call when there is a pool
+	scratch   map[scratchKey]scratch
+	weights   map[*byte]driver.Ptr // stored tensors by their first byte
+	vectors   map[vectorKey]driver.Ptr
+	banks     map[*byte]bank
+	rotaries  map[backend.Rotary]driver.Ptr
+	folders   map[backend.StateID]func(*Device, *driver.Context, driver.Ptr) error
+	chain     driver.Ptr  // [lanes][width] streams after a lane's last draft row
+	chained   int         // their width
+	spare     driver.Ptr  // a lane's control block, to fold outside a pass
+	temp      driver.Ptr  // room to compact carried rows
+	ring      *files.Ring // for large tensors, while a program is compiled
+	steps     []*step
+	seq       backend.Seq
+	last      *step
+	arms      sync.Mutex    // armed: the owner looks at it when it has nothing to do
+	armed     armed         // what waits on the GPU; zero if nothing does
+	like      armed         // what would be for a launch like the last one, if it was a decoding step
+	reluctant int           // launches that nothing is armed for
+	bytes     uint64        // allocated on the device
+	reserved  uint64        // of that, for images
+	cuda      string        // the driver's version of CUDA
+	stored    uint64        // bytes of the tensors that it holds, in whatever form
+	gathered  atomic.Uint64 // rows of n-gram tables
+	missed    atomic.Uint64
+	entering  atomic.Bool // pages of an n-gram table, until they are or the device is closed
+	entered   sync.WaitGroup
+	wide      *wide // nil before the first step for many rows
+	profile   *profile
+	watch     *watch
+	seed      uint32 // of words
 }
 
 // plane is the device memory of one state, all images of it, or all pages. States of integers that the host keeps have none.
@@ -169,6 +173,7 @@ func Open(opt Options) (*Device, error) {
 		_ = d.Close()
 		return nil, err
 	}
+	owner.Idle(d.disarm)
 	d.reserved, d.cuda = d.bytes, drv.Version().String()
 	return d, nil
 }
@@ -374,8 +379,14 @@ func first(err error) error {
 	}
 }
 
-// do runs f on the owner. What fails there fails the device: nobody knows which states it left half written.
+// do runs f on the owner, after the GPU no longer waits for a launch.
 func (d *Device) do(what string, f func(*driver.Context) error) error {
+	d.disarm()
+	return d.run(what, f)
+}
+
+// run runs f on the owner. What fails there fails the device: nobody knows which states it left half written.
+func (d *Device) run(what string, f func(*driver.Context) error) error {
 	if d.closed {
 		return fmt.Errorf("cuda: %s: device closed", what)
 	}
@@ -538,6 +549,7 @@ func (d *Device) Close() error {
 	d.closed = true
 	d.leave()
 	err := d.owner.Do(func(c *driver.Context) error {
+		d.disarm()
 		err := c.Synchronize()
 		for _, s := range d.steps {
 			err = errors.Join(err, s.free(c))

@@ -332,10 +332,8 @@ func (hd *head) reserve(p *pass) error {
 		return err
 	}
 	for key, g := range hd.s.graphs {
-		if g.exec != 0 {
-			if err := p.c.DestroyExec(g.exec); err != nil {
-				return err
-			}
+		if err := g.free(p.c); err != nil {
+			return err
 		}
 		delete(hd.s.graphs, key)
 	}

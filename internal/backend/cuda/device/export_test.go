@@ -226,3 +226,9 @@ func (d *Device) Selected(scores []float32, pages []uint32, at, ratio, most int)
 	}
 	return list, nil
 }
+
+// Armed says whether the beginning of a launch waits on the GPU.
+func (d *Device) Armed() (yes bool) {
+	_ = d.run("armed", func(*driver.Context) error { yes = d.armed.step != nil; return nil })
+	return yes
+}

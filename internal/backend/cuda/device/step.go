@@ -80,6 +80,9 @@ type shape struct {
 type graph struct {
 	exec  driver.Exec
 	nodes int
+
+	head, tail driver.Exec // the same in two parts, where it has been armed
+	whole      bool        // it cannot be had in two parts
 }
 
 // pass is a launch in progress.
@@ -90,12 +93,15 @@ type pass struct {
 	rows   []kernels.Row
 	lanes  []kernels.Lane
 	wanted []uint32
-	held   []int32 // base lengths of the lanes
-	logits bool    // some lane needs them
-	likely bool    // some lane wants likely ids, and none logits
-	plain  bool    // nothing looks inside or forces: fit for a graph
-	keys   uint32  // of each wanted row, among which its pick is still to be found; 0 where picks are there
-	from   int     // the first row that what follows is computed of; those before it were only to be in the caches
+	held   []int32    // base lengths of the lanes
+	logits bool       // some lane needs them
+	likely bool       // some lane wants likely ids, and none logits
+	plain  bool       // nothing looks inside or forces: fit for a graph
+	arming bool       // while what is armed is captured
+	bring  driver.Ptr // what that brings into L2 while it waits, on the device; 0 for nothing
+	begun  bool       // what was armed is the beginning of this launch
+	keys   uint32     // of each wanted row, among which its pick is still to be found; 0 where picks are there
+	from   int        // the first row that what follows is computed of; those before it were only to be in the caches
 }
 
 // Pass is the shape the step was compiled for.
@@ -125,9 +131,7 @@ func (s *step) pinned(c *driver.Context, bytes int) ([]byte, error) {
 func (s *step) free(c *driver.Context) (err error) {
 	s.forget()
 	for _, g := range s.graphs {
-		if g.exec != 0 {
-			err = errors.Join(err, c.DestroyExec(g.exec))
-		}
+		err = errors.Join(err, g.free(c))
 	}
 	if s.end != 0 {
 		err = errors.Join(err, c.DestroyEvent(s.end))
@@ -138,6 +142,16 @@ func (s *step) free(c *driver.Context) (err error) {
 	for _, b := range s.host {
 		err = errors.Join(err, c.FreeHost(b))
 	}
+	return err
+}
+
+func (g *graph) free(c *driver.Context) (err error) {
+	for _, e := range []driver.Exec{g.exec, g.head, g.tail} {
+		if e != 0 {
+			err = errors.Join(err, c.DestroyExec(e))
+		}
+	}
+	*g = graph{}
 	return err
 }
 
@@ -282,9 +296,13 @@ func (d *Device) queue(s *step, ctl *backend.Control, depth int) (backend.Seq, e
 	if err := p.begin(ctl); err != nil {
 		return 0, fmt.Errorf("cuda: launch %v: %w", s.program.Pass.Kind, err)
 	}
-	err := d.do(s.program.Pass.Kind.String(), func(c *driver.Context) error {
+	p.begun = d.begun(p, depth)
+	err := d.run(s.program.Pass.Kind.String(), func(c *driver.Context) error {
 		p.c = c
-		return p.launch(depth)
+		if err := p.launch(depth); err != nil {
+			return err
+		}
+		return p.arm()
 	})
 	if err != nil {
 		return 0, err
@@ -305,7 +323,7 @@ func (p *pass) begin(ctl *backend.Control) error {
 		return fmt.Errorf("%d lanes for a step of %d", len(ctl.Lanes), shape.Lanes)
 	}
 	p.in, p.rows, p.lanes, p.wanted, p.held = ctl.Lanes, p.rows[:0], p.lanes[:0], p.wanted[:0], p.held[:0]
-	p.plain, p.logits, p.likely = !s.inspect, false, false
+	p.plain, p.logits, p.likely, p.begun = !s.inspect, false, false, false
 	for i := range ctl.Lanes {
 		in := &ctl.Lanes[i]
 		n := len(in.Tokens)
@@ -399,17 +417,9 @@ func (p *pass) begin(ctl *backend.Control) error {
 	return nil
 }
 
-// launch makes room in the images, sends the control block and whatever else the host provides, and launches the kernels.
-func (p *pass) launch(depth int) error {
+// prepare makes room in the images and sends media.
+func (p *pass) prepare() error {
 	s, d, c := p.s, p.s.d, p.c
-	if depth == 0 && !s.over() { // the last launch may still read its control block, media or rows of the table
-		if err := c.SyncStream(d.stream); err != nil {
-			return err
-		}
-	}
-	if err := s.use(c, depth); err != nil {
-		return err
-	}
 	if !s.stem {
 		for i := range p.lanes {
 			l := &p.lanes[i]
@@ -430,13 +440,43 @@ func (p *pass) launch(depth int) error {
 			}
 		}
 	}
-	for i := range p.lanes {
-		if err := d.tellPages(c, int(p.lanes[i].Slot)); err != nil {
+	for _, up := range s.uploads {
+		if err := up(p); err != nil {
 			return err
 		}
 	}
-	for _, up := range s.uploads {
-		if err := up(p); err != nil {
+	return nil
+}
+
+// write writes the control block, the launch's number last: the GPU may wait for it.
+func (p *pass) write() {
+	s := p.s
+	copy(s.control[header:], bytesIn(p.rows))
+	copy(s.control[s.lanes-s.block:], bytesIn(p.lanes))
+	copy(s.control[s.want-s.block:], bytesIn(p.wanted))
+	atomic.StoreUint32((*uint32)(unsafe.Pointer(&s.control[0])), uint32(s.d.seq))
+}
+
+// launch makes room in the images, sends the control block and whatever else the host provides, and launches the kernels.
+func (p *pass) launch(depth int) error {
+	s, d, c := p.s, p.s.d, p.c
+	if !p.begun {
+		d.disarm()
+		if depth == 0 && !s.over() { // the last launch may still read its control block, media or rows of the table
+			if err := c.SyncStream(d.stream); err != nil {
+				return err
+			}
+		}
+		if err := s.use(c, depth); err != nil {
+			return err
+		}
+		if err := p.prepare(); err != nil {
+			return err
+		}
+		p.write()
+	}
+	for i := range p.lanes {
+		if err := d.tellPages(c, int(p.lanes[i].Slot)); err != nil {
 			return err
 		}
 	}
@@ -451,17 +491,16 @@ func (p *pass) launch(depth int) error {
 			return err
 		}
 	}
-	number := uint32(d.seq)
-	copy(s.control, bytesOf(&number))
-	copy(s.control[header:], bytesIn(p.rows))
-	copy(s.control[s.lanes-s.block:], bytesIn(p.lanes))
-	copy(s.control[s.want-s.block:], bytesIn(p.wanted))
 	if s.head != nil {
 		if err := s.head.reserve(p); err != nil {
 			return err
 		}
 	}
 	exec, fresh := p.graph()
+	if p.begun {
+		exec = s.graphs[p.shape()].tail
+	}
+	number := uint32(d.seq)
 	// A graph takes one call, so the GPU works on the first layer while the host gathers the table's rows, for which a kernel waits. Kernel by
 	// kernel the queue could fill up behind that one.
 	if exec == 0 {
@@ -496,6 +535,10 @@ func (p *pass) launch(depth int) error {
 	return nil
 }
 
+func (p *pass) shape() shape {
+	return shape{len(p.rows), len(p.lanes), len(p.wanted), p.s.depth, p.s.behind, p.logits, p.likely}
+}
+
 // graph is the captured launch list, or 0 where the kernels are launched directly: the first two times a shape occurs, for prompts, and when
 // tests look inside. The second time there is fresh to capture it for.
 func (p *pass) graph() (exec driver.Exec, fresh *graph) {
@@ -504,7 +547,7 @@ func (p *pass) graph() (exec driver.Exec, fresh *graph) {
 	if !p.plain || s.d.opt.NoGraph || s.d.profile != nil || kind == backend.Prefill || kind == backend.Seed {
 		return 0, nil
 	}
-	key := shape{len(p.rows), len(p.lanes), len(p.wanted), s.depth, s.behind, p.logits, p.likely}
+	key := p.shape()
 	g, seen := s.graphs[key]
 	if !seen {
 		s.graphs[key] = &graph{}

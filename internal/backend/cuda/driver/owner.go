@@ -14,6 +14,7 @@ type Owner struct {
 	done chan struct{}
 	once sync.Once
 	ctx  *Context
+	idle func()
 }
 
 type job struct {
@@ -41,7 +42,7 @@ var ErrClosed = errors.New("cuda: the device has been closed")
 
 // StartOwner takes GPU number ordinal. The goroutine runs until Close.
 func StartOwner(d *Driver, ordinal int) (*Owner, error) {
-	o := &Owner{work: make(chan job), done: make(chan struct{})}
+	o := &Owner{work: make(chan job, 1), done: make(chan struct{})} // room for one: who brings it need not be woken twice
 	ready := make(chan error)
 	go func() {
 		defer close(o.done)
@@ -83,8 +84,16 @@ func (o *Owner) next() (j job, ok bool) {
 			}
 		}
 	}
+	if o.idle != nil {
+		o.idle()
+	}
 	j, ok = <-o.work
 	return j, ok
+}
+
+// Idle makes the owner call f whenever it goes to sleep.
+func (o *Owner) Idle(f func()) {
+	_ = o.Do(func(*Context) error { o.idle = f; return nil })
 }
 
 // Device is the GPU owned.

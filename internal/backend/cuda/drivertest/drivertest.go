@@ -44,6 +44,8 @@ type GPU struct {
 	// Launched are the kernels launched since it was emptied, replayed ones too; Graphs counts replays.
 	Launched []string
 	Graphs   int
+	// CalledOff counts beginnings that waited for a launch and were told that it does not come.
+	CalledOff int
 	// Fail, if set, is asked at every call of the driver; what it returns other than Success is the call's result, and nothing else happens.
 	Fail func(call string) driver.Result
 
@@ -62,9 +64,10 @@ type GPU struct {
 	used    uint64
 	host    [][]byte
 	sizes   map[uintptr][]byte
-	numbers map[driver.Ptr]uint32 // of launches, by control block
-	clock   float64               // microseconds: kernels take Takes each
-	events  []float64             // when they were recorded, by handle less 1
+	numbers map[driver.Ptr]uint32     // of launches, by control block
+	awaited map[driver.Ptr]driver.Ptr // control blocks on the GPU of launches whose number the host had not written, and where it will
+	clock   float64                   // microseconds: kernels take Takes each
+	events  []float64                 // when they were recorded, by handle less 1
 }
 
 // Takes is how many microseconds a kernel takes by the card's events.
@@ -78,7 +81,7 @@ type launch struct {
 // New is a driver of a card for kernels with these layouts.
 func New(card Card, layouts ...[]uintptr) (*driver.Driver, *GPU, error) {
 	g := &GPU{
-		Layouts: layouts, card: card, next: 1 << 40, sizes: map[uintptr][]byte{}, numbers: map[driver.Ptr]uint32{}, resources: map[string]Resources{},
+		Layouts: layouts, card: card, next: 1 << 40, sizes: map[uintptr][]byte{}, numbers: map[driver.Ptr]uint32{}, awaited: map[driver.Ptr]driver.Ptr{}, resources: map[string]Resources{},
 		allowed: map[string]uint32{}, memory: map[uintptr]uint64{},
 	}
 	d, err := driver.OpenWith(g)
@@ -149,6 +152,9 @@ func (g *GPU) Call(fn uintptr, a []uintptr) uintptr {
 		if r := g.Fail(g.names[fn-1]); r != driver.Success {
 			return uintptr(r)
 		}
+	}
+	if name := g.names[fn-1]; slices.Contains(waiting, name) && !g.capture && !g.settled() {
+		panic("drivertest: " + name + " behind a beginning whose launch has neither come nor been called off")
 	}
 	switch g.names[fn-1] {
 	case "cuLaunchKernelEx":
@@ -245,7 +251,7 @@ func (g *GPU) Call(fn uintptr, a []uintptr) uintptr {
 }
 
 // reading are the kernels whose parameters run looks at.
-var reading = []string{"sizes", "begin", "begin_chained", "report", "report_best"}
+var reading = []string{"sizes", "begin", "begin_armed", "begin_chained", "report", "report_best"}
 
 func (g *GPU) run(l launch) {
 	g.Launched = append(g.Launched, l.kernel)
@@ -269,6 +275,9 @@ func (g *GPU) run(l launch) {
 	case "begin":
 		q := (*kernels.BeginParams)(p)
 		g.numbers[q.Device] = *(*uint32)(pointer(q.Host))
+	case "begin_armed":
+		q := (*kernels.GatherParams)(p)
+		g.awaited[q.Out] = q.List
 	case "begin_chained":
 		q := (*kernels.GatherParams)(p)
 		g.numbers[q.Out] = *(*uint32)(pointer(q.List))
@@ -279,6 +288,29 @@ func (g *GPU) run(l launch) {
 		q := (*kernels.ReportBestParams)(p)
 		*(*uint32)(pointer(q.Done)) = g.numbers[q.Number]
 	}
+}
+
+// waiting are calls that wait for the stream or are queued on it.
+var waiting = []string{
+	"cuLaunchKernelEx", "cuGraphLaunch", "cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize", "cuEventRecord", "cuMemFree_v2", "cuMemFreeHost",
+	"cuLibraryUnload", "cuDevicePrimaryCtxRelease_v2", "cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoDAsync_v2", "cuMemsetD8Async",
+}
+
+// settled says whether no kernel waits for the host any more, and takes the numbers of launches that have come.
+func (g *GPU) settled() bool {
+	for block, host := range g.awaited {
+		word, number := (*[2]uint32)(pointer(host)), g.numbers[block]+1
+		switch number {
+		case word[1]: // called off
+			g.CalledOff++
+		case word[0]:
+			g.numbers[block] = number
+		default:
+			return false
+		}
+		delete(g.awaited, block)
+	}
+	return true
 }
 
 // pointer is host memory that a kernel sees.

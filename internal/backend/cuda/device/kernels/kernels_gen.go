@@ -55,6 +55,7 @@ const (
 	ProjectBf16Deep             // ProjectParams
 	ProjectBf16Rows             // ProjectParams
 	Begin                       // BeginParams
+	BeginArmed                  // GatherParams
 	BeginChained                // GatherParams
 	Embed                       // EmbedParams
 	Inject                      // InjectParams
@@ -119,6 +120,7 @@ var table = code.Table[ID]{
 		{Name: "project_bf16_deep", Source: "project", Threads: (32 * (8))},
 		{Name: "project_bf16_rows", Source: "project", Threads: (32 * (8))},
 		{Name: "begin", Source: "streams", Threads: 256},
+		{Name: "begin_armed", Source: "streams", Threads: 256},
 		{Name: "begin_chained", Source: "streams", Threads: 256},
 		{Name: "embed", Source: "streams", Threads: 256},
 		{Name: "inject", Source: "streams", Threads: 256},
