@@ -29,6 +29,37 @@
 
 extern __shared__ __align__(128) uint8_t smem[];
 
+// Something that is to be in registers here, not to be made where it is used.
+template <typename T>
+NINFER_DEVICE void made(const T*& p) {
+  asm volatile("" : "+l"(p));
+}
+NINFER_DEVICE void made(uint32_t& v) { asm volatile("" : "+r"(v)); }
+
+// a / b for a below 2^21, in six instructions.
+NINFER_DEVICE uint32_t quotient(uint32_t a, uint32_t b) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"((float)b));
+  return (uint32_t)(((float)a + 0.5f) * r);
+}
+// Share i of n rows cut into m shares that differ by at most one: first row, number.
+NINFER_DEVICE uint2 share_of(uint32_t n, uint32_t m, uint32_t i) {
+  const uint32_t each = quotient(n, m), more = n - each * m;
+  return make_uint2(i * each + min(i, more), each + (i < more));
+}
+
+NINFER_DEVICE uint32_t ldg_l2_u32(const void* p) {
+  uint32_t v;
+  asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+// Key of a logit: larger logit, larger key; 0: no expert; a NaN counts as the smallest number.
+NINFER_DEVICE uint32_t key_of(float f, bool have) {
+  f += 0.0f;
+  const uint32_t b = __float_as_uint(f), k = f == f ? b ^ ((uint32_t)((int)b >> 31) | 0x80000000u) : 1;
+  return have ? k : 0;
+}
+
 // ---- gate/up ----
 
 static constexpr uint32_t kUpPairs = 20;                  // of a tile: K <= 2,560
@@ -204,41 +235,48 @@ NINFER_KERNEL(expert_gate_up_rows, ExpertUpParams, kUpRowsThreads, 2) {
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const uint32_t pairs = p.k / 128, tile_bytes = pairs * kPairBytes, tiles = p.inner / 8, parts = ceil_div(pairs, 4), used = ceil_div(pairs, kOwn);
   const uint32_t of_row = p.topk * tiles;  // tiles of a row
-  const uint32_t item0 = share_start(p.r * of_row, gridDim.x, blockIdx.x), items = share_start(p.r * of_row, gridDim.x, blockIdx.x + 1) - item0;
-  const uint32_t row0 = min(item0 / of_row, p.r - 1), q0 = item0 - row0 * of_row;
+  const uint2 run = share_of(p.r * of_row, gridDim.x, blockIdx.x);
+  const uint32_t item0 = run.x, items = run.y, row0 = min(quotient(item0, of_row), p.r - 1), q0 = item0 - row0 * of_row;
   const bool both = q0 + items > of_row;  // a run reaches into one more row at most
   const uint32_t full = smem_addr(smem), empty = full + 8 * kUpParts * p.slots, shared_bar = full + 640, summed = full + 648, added = full + 664;
   Choice& choice = *(Choice*)(smem + 688);
   float* sums = (float*)(smem + kUpRowsFixed);  // [2][tile][warp][t][16 rows]
   const uint32_t ring = (smem_addr(sums) + 2 * kUpSums + 127) & ~127u;
   // the shared expert's rows, in slots whose first use they are
-  const uint32_t own0 = share_start(p.k, gridDim.x, blockIdx.x), own = share_start(p.k, gridDim.x, blockIdx.x + 1) - own0, pitch = 2 * p.inner + 64;
-  const uint32_t taken = ceil_div(own * pitch, tile_bytes);
+  const uint2 half = share_of(p.k, gridDim.x, blockIdx.x);
+  const uint32_t own0 = half.x, own = half.y, pitch = 2 * p.inner + 64, taken = quotient(own * pitch + tile_bytes - 1, tile_bytes);
 
   STAMP_BEGIN(220)
-  const uint32_t part0 = threadIdx.x % parts, slot0 = threadIdx.x / parts;
-  if (slot0 < p.slots) {
-    mbar_init(full + 8 * (slot0 * kUpParts + part0), 1);
-    mbar_init(empty + 8 * (slot0 * kUpParts + part0), min(kTeam, used - kTeam * part0));
+  const uint32_t part0 = threadIdx.x % kUpParts;
+  if (threadIdx.x < kUpParts * p.slots) {
+    mbar_init(full + 8 * threadIdx.x, 1);
+    mbar_init(empty + 8 * threadIdx.x, part0 < parts ? min(kTeam, used - kTeam * part0) : 1);
     mbar_fence_init();
   }
-  if (threadIdx.x == kUpRowsThreads - 1) {
-    mbar_init(shared_bar, 1);
-    mbar_init(summed, used), mbar_init(summed + 8, used);
-    mbar_init(added, 1), mbar_init(added + 8, 1);
+  const uint32_t other = threadIdx.x - 32 * (kUpRowsThreads / 32 - 1);  // of the last warp
+  if (other < 5) {  // shared_bar, summed, added
+    mbar_init(shared_bar + 8 * other, other == 1 || other == 2 ? used : 1);
     mbar_fence_init();
-    mbar_expect(shared_bar, own * 2 * p.inner);
+    if (other == 0) mbar_expect(shared_bar, own * 2 * p.inner);
   }
   __syncthreads();
   if (lane == 0)
     for (uint32_t r = warp; r < own; r += kUpRowsThreads / 32)
       bulk_load(ring + r * pitch, p.shared_w + (uint64_t)(own0 + r) * p.inner, 2 * p.inner, shared_bar, policy_evict_first());
-  if (slot0 < taken) mbar_arrive(full + 8 * (slot0 * kUpParts + part0));
+  if (threadIdx.x < kUpParts * taken) mbar_arrive(full + 8 * threadIdx.x);
+  const float* logits = p.logits + row0 * p.experts;
+  const float *key0 = logits + min(threadIdx.x % 256, p.experts - 1), *key1 = logits + min(threadIdx.x % 256 + 256, p.experts - 1);
+  const uint4 zero = make_uint4(0, 0, 0, 0);
+  const uint32_t chunks = p.inner / 32, out_row = quotient(threadIdx.x, max(own, 1u)), out_at = threadIdx.x - out_row * own;
+  const bool hides = warp < kUpWarps && g < p.r;
+  const bf16* h = p.shared_hidden + (uint64_t)(hides ? g : 0) * p.inner + t * 8;
+  const float* logit_at = p.shared_logit + min(out_row, p.r - 1);
+  made(key0), made(key1), made(logits), made(h), made(logit_at);
   STAMP(1)
   pdl_wait();
   STAMP(2)
   // Experts are chosen while all that does not depend on them is on its way.
-  const uint2 key = load_keys(p.logits + row0 * p.experts, p.experts);
+  const float f0 = ldg_l2_f32(key0), f1 = ldg_l2_f32(key1);
   const uint32_t pair0 = kOwn * warp;
   const bool two = pair0 + 1 < pairs;
   // the four lanes of a row have columns of their own: lane t's activations of the warp's two pairs are in columns 2 t and 2 t + 1
@@ -257,20 +295,19 @@ NINFER_KERNEL(expert_gate_up_rows, ExpertUpParams, kUpRowsThreads, 2) {
     for (int j = 0; j < 4; j++) x[j] = operand(x[j]);
   };
   static_assert(kOwn == 2);
-  const uint4 zero = make_uint4(0, 0, 0, 0);
-  const bf16* h = p.shared_hidden + (uint64_t)g * p.inner + t * 8;
-  const uint32_t chunks = p.inner / 32, out_row = threadIdx.x / max(own, 1u);
-  auto hidden = [&](uint32_t c) { return warp < kUpWarps && g < p.r && c < chunks ? ldg_l2(h + c * 32) : zero; };
+  auto hidden = [&](uint32_t c) { return hides && c < chunks ? ldg_l2(h + c * 32) : zero; };
   uint4 h0 = hidden(warp), h1 = hidden(warp + kUpWarps);
-  const float logit = warp < kUpWarps && out_row < p.r ? ldg_l2_f32(p.shared_logit + out_row) : 0.0f;
-  choose(p.logits + row0 * p.experts, key, p.experts, p.topk, choice, choice.id[0], kUpRowsThreads, (uint32_t*)sums);
+  const uint32_t logit_bits = ldg_l2_u32(logit_at);
+  const bool chooses = threadIdx.x < 256;
+  choose(logits, make_uint2(key_of(f0, chooses && threadIdx.x < p.experts), key_of(f1, chooses && threadIdx.x + 256 < p.experts)), p.experts, p.topk, choice, choice.id[0],
+         kUpRowsThreads, (uint32_t*)sums);
   STAMP(3)
 
   if (warp == kUpWarps) {
     STAMP_BEGIN_IN(221, 32 * kUpWarps)
     const uint64_t policy = policy_evict_first();
     const uint32_t bytes = min(4u, pairs - 4 * min(lane, parts - 1)) * kPairBytes, into = ring + lane * 4 * kPairBytes;
-    uint32_t slot = taken, parity = 1, d = q0 / tiles, tile = q0 % tiles, of = 0;
+    uint32_t slot = taken, parity = 1, d = quotient(q0, tiles), tile = q0 - d * tiles, of = 0;
     if (p.trigger == 0) pdl_trigger();
 #pragma unroll 1
     for (uint32_t n = 0; n < items; n++) {
@@ -350,8 +387,8 @@ NINFER_KERNEL(expert_gate_up_rows, ExpertUpParams, kUpRowsThreads, 2) {
   if (out_row < p.r && own) {
     float v = 0;
 #pragma unroll
-    for (uint32_t i = 0; i < kUpWarps; i++) v += part[(i * p.r + out_row) * 24 + threadIdx.x % own];
-    p.shared_out[(uint64_t)out_row * p.k + own0 + threadIdx.x % own] = sigmoid(logit) * v;
+    for (uint32_t i = 0; i < kUpWarps; i++) v += part[(i * p.r + out_row) * 24 + out_at];
+    p.shared_out[(uint64_t)out_row * p.k + own0 + out_at] = sigmoid(__uint_as_float(logit_bits)) * v;
   }
   STAMP(4)
   named_sync(1, 32 * kUpWarps);  // sums take these places
