@@ -26,16 +26,45 @@ static constexpr uint32_t kDownFixed = 144 + sizeof(Choice) + 16 * kDownTiles * 
 static constexpr int kDownWarps = 16;
 static constexpr int kDownThreads = 32 * kDownWarps;
 
-// A row's hidden values, all of its experts', as operands in shared memory: all times eight of them.
-NINFER_DEVICE void bring_hidden(const bf16* hidden, uint32_t all, uint32_t hs) {
-#pragma unroll 1
-  for (uint32_t i = threadIdx.x; i < all; i += 2 * kDownThreads) {
-    const uint32_t j = i + kDownThreads;
-    uint4 a = ldg_l2(hidden + i * 8), b = a;
-    if (j < all) b = ldg_l2(hidden + j * 8);
-    sts128(hs + i * 16, operand(a));
-    if (j < all) sts128(hs + j * 16, operand(b));
+// So many of a single row's experts are asked for before the wait, the others behind it: their weights would have come instead of gate/up's last
+// tiles, and come while the first are multiplied.
+static constexpr uint32_t kDownEarly = 6;
+static_assert(kDownEarly <= kChoosers);
+
+// A row's hidden values, all of its experts', become operands in shared memory: all times eight of them, of which a thread has every 512th. It asks for
+// two at once, both before anything waits for the first.
+struct Hidden {
+  const bf16* from;  // of this thread
+  uint32_t all;
+  uint4 a, b;
+  NINFER_DEVICE Hidden(const bf16* hidden, uint32_t all) : from(hidden + threadIdx.x * 8), all(all) { asm volatile("" : "+l"(from)); }
+  NINFER_DEVICE void ask(uint32_t i) {
+    a = b = make_uint4(0, 0, 0, 0);
+    if (i < all) a = ldg_l2(from);
+    if (i + kDownThreads < all) b = ldg_l2(from + kDownThreads * 8);
   }
+  NINFER_DEVICE void put(uint32_t hs) {  // behind ask(threadIdx.x)
+    uint32_t i = threadIdx.x;
+#pragma unroll 1
+    while (true) {
+      if (i < all) sts128(hs + i * 16, operand(a));
+      if (i + kDownThreads < all) sts128(hs + (i + kDownThreads) * 16, operand(b));
+      i += 2 * kDownThreads, from += 2 * kDownThreads * 8;
+      if (i >= all) break;
+      ask(i);
+    }
+  }
+};
+
+// The sum of an output's parts, stride apart, by eight lanes.
+NINFER_DEVICE float add_parts(const float* from, uint32_t stride, uint32_t parts) {
+  const uint32_t k = threadIdx.x % 8;
+  float v = k < parts ? from[k * stride] : 0.0f;
+  if (k + 8 < parts) v += from[(k + 8) * stride];
+#pragma unroll 1
+  for (uint32_t i = k + 16; i < parts; i += 8) v += from[i * stride];
+  v = quad_sum(v);
+  return v + __shfl_xor_sync(~0u, v, 4);
 }
 
 NINFER_KERNEL(expert_down, ExpertDownParams, kDownThreads, 2) {
@@ -51,28 +80,83 @@ NINFER_KERNEL(expert_down, ExpertDownParams, kDownThreads, 2) {
   const uint32_t shared_at = (hs + p.topk * p.inner * 2 + 127) & ~127u, routed_at = shared_at + nt * 8 * pitch;
 
   STAMP_BEGIN(230)
-  if (threadIdx.x <= kMaxTop) {
-    mbar_init(bars + 8 * threadIdx.x, 1);
+  // Eight warps choose, the other eight make the shared expert's second half, whose hidden vector is as old as the logits (R3): it is asked for with
+  // them, before all else.
+  constexpr uint32_t kOthers = kDownWarps - kChoosers;
+  const uint4 zero = make_uint4(0, 0, 0, 0);
+  const bool chooses = warp < kChoosers;
+  const uint32_t other = warp - kChoosers, chunks = p.inner / 32;
+  auto shared_x = [&](uint32_t c) {
+    uint4 v = zero;
+    if (!chooses && g == 0 && c < chunks) v = ldg_l2(p.shared_hidden + c * 32 + t * 8);
+    return v;
+  };
+  if (threadIdx.x - 32 * (kDownWarps - 1) <= kMaxTop) {  // ahead of loads, for which the fence would wait
+    mbar_init(bars + 8 * (threadIdx.x % 32), 1);
     mbar_fence_init();
   }
+  if (!p.early) pdl_wait();
+  float l0 = 0, l1 = 0, logit = 0;
+  if (chooses) l0 = ldg_l2_f32(p.logits + min(threadIdx.x, p.experts - 1)), l1 = ldg_l2_f32(p.logits + min(threadIdx.x + 256, p.experts - 1));
+  uint4 h0 = shared_x(other), h1 = shared_x(other + kUpWarps);
+  if (!chooses && threadIdx.x - 32 * kChoosers < kDownTiles * 8) logit = ldg_l2_f32(p.shared_logit);
   __syncthreads();
   const uint64_t policy = policy_evict_first();
   if (threadIdx.x == 0) mbar_expect(shared_bar, nt * 8 * 2 * p.inner);
   if (lane == 0)
     for (uint32_t r = warp; r < nt * 8; r += kDownWarps)
       bulk_load(shared_at + r * pitch, p.shared_w + (uint64_t)(tile0 * 8 + r) * p.inner, 2 * p.inner, shared_bar, policy);
-  if (!p.early) pdl_wait();
   STAMP(1)
-  choose(p.logits, load_keys(p.logits, p.experts), p.experts, p.topk, choice, choice.id[0], kDownThreads, (uint32_t*)sums);
-  STAMP(2)
-  if (warp < p.topk && lane == 0) {
-    mbar_expect(bars + 8 * warp, nt * tile_bytes);
-    bulk_load(routed_at + warp * nt * tile_bytes, (const uint8_t*)p.bank + ((uint64_t)choice.id[0][warp] * tiles + tile0) * tile_bytes, nt * tile_bytes,
-              bars + 8 * warp, policy);
-  }
-  if (warp == kDownWarps - 1) {
-    const float weight = weight_of(choice.key, p.topk);
-    if (lane < p.topk) factor[lane] = weight * (E2M1_UNDO / __ldg(p.divisor + choice.id[0][lane]));
+  auto fetch = [&](uint32_t e) {
+    mbar_expect(bars + 8 * e, nt * tile_bytes);
+    bulk_load(routed_at + e * nt * tile_bytes, (const uint8_t*)p.bank + ((uint64_t)choice.id[0][e] * tiles + tile0) * tile_bytes, nt * tile_bytes, bars + 8 * e,
+              policy);
+  };
+  if (chooses) {
+    auto key_of = [&](float f, uint32_t at) {  // as load_keys has it
+      f += 0.0f;
+      const uint32_t b = __float_as_uint(f), k = f == f ? b ^ ((uint32_t)((int)b >> 31) | 0x80000000u) : 1;
+      return at < p.experts ? k : 0;
+    };
+    choose(p.logits, make_uint2(key_of(l0, threadIdx.x), key_of(l1, threadIdx.x + 256)), p.experts, p.topk, choice, choice.id[0], 32 * kChoosers,
+           (uint32_t*)(smem + kDownFixed));
+    if (lane == 0 && warp < min(p.topk, kDownEarly)) fetch(warp);
+    if (warp == kChoosers - 1) {
+      const float weight = weight_of(choice.key, p.topk);
+      if (lane < p.topk) factor[lane] = weight * (E2M1_UNDO / __ldg(p.divisor + choice.id[0][lane]));
+    }
+  } else {  // the sums of expert_gate_up_rows: BF16, column 0, rows g of the first and third tile, rows g + 8 of the second
+    mbar_wait(shared_bar, 0);
+#pragma unroll 1
+    for (uint32_t w = other; w < kUpWarps; w += kOthers) {
+      float acc[2][4] = {};
+#pragma unroll 1
+      for (uint32_t c = w; c < chunks; c += kUpWarps) {
+        const uint32_t at = shared_at + g * pitch + c * 64 + t * 16;
+        const uint4 u = lds128(at), v = nt > 1 ? lds128(at + 8 * pitch) : zero;
+        mma_bf16(acc[0], u.x, v.x, u.y, v.y, h0.x, h0.y);
+        mma_bf16(acc[0], u.z, v.z, u.w, v.w, h0.z, h0.w);
+        if (nt > 2) {
+          const uint4 w = lds128(at + 16 * pitch);
+          mma_bf16(acc[1], w.x, 0, w.y, 0, h0.x, h0.y);
+          mma_bf16(acc[1], w.z, 0, w.w, 0, h0.z, h0.w);
+        }
+        h0 = h1, h1 = shared_x(c + 2 * kUpWarps);
+      }
+      h0 = shared_x(w + kOthers), h1 = shared_x(w + kOthers + kUpWarps);
+      if (t == 0) {
+        float* to = sums + w * 24 + g;
+        to[0] = acc[0][0], to[8] = acc[0][2], to[16] = acc[1][0];
+      }
+    }
+    named_sync(1, 32 * kOthers);
+    const uint32_t r = threadIdx.x - 32 * kChoosers;
+    if (r < nt * 8) {
+      float v = 0;
+#pragma unroll
+      for (uint32_t i = 0; i < kUpWarps; i++) v += sums[i * 24 + r];
+      shared[r] = sigmoid(logit) * v;
+    }
   }
   STAMP(3)
   // An expert's units are the pairs of its tiles, in order; the second half of them goes to rows g + 8. A warp has the same two units of
@@ -84,44 +168,16 @@ NINFER_KERNEL(expert_down, ExpertDownParams, kDownThreads, 2) {
   const uint32_t ta = a / pairs, tb = b / pairs;
   uint32_t from = routed_at + (odd * units + a) * kHalfBytes + lane * 16;
   uint32_t xp = hs + (odd * p.inner + t * 16) * 2 + (g == 2 * t ? a - ta * pairs : b - tb * pairs) * 256;
-  uint32_t other = second ? both * kHalfBytes : 0;
+  uint32_t beside = second ? both * kHalfBytes : 0;
   const uint32_t from_step = 2 * units * kHalfBytes;
-  hold(from), hold(xp), hold(other);
-  // The shared expert, whose hidden vector is as old as the logits (R3): BF16, column 0, rows g of the first and third tile, rows g + 8 of
-  // the second.
-  const uint4 zero = make_uint4(0, 0, 0, 0);
-  if (warp < kUpWarps) {  // the sums of expert_gate_up_rows
-    const float f = sigmoid(ldg_l2_f32(p.shared_logit));
-    float acc[2][4] = {};
-    mbar_wait(shared_bar, 0);
-#pragma unroll 1
-    for (uint32_t c = warp; c < p.inner / 32; c += kUpWarps) {
-      const uint32_t at = shared_at + g * pitch + c * 64 + t * 16;
-      const uint4 x = g == 0 ? ldg_l2(p.shared_hidden + c * 32 + t * 8) : zero, u = lds128(at), v = nt > 1 ? lds128(at + 8 * pitch) : zero;
-      mma_bf16(acc[0], u.x, v.x, u.y, v.y, x.x, x.y);
-      mma_bf16(acc[0], u.z, v.z, u.w, v.w, x.z, x.w);
-      if (nt > 2) {
-        const uint4 w = lds128(at + 16 * pitch);
-        mma_bf16(acc[1], w.x, 0, w.y, 0, x.x, x.y);
-        mma_bf16(acc[1], w.z, 0, w.w, 0, x.z, x.w);
-      }
-    }
-    if (t == 0) {
-      float* to = sums + warp * 24 + g;
-      to[0] = acc[0][0], to[8] = acc[0][2], to[16] = acc[1][0];
-    }
-    named_sync(1, 32 * kUpWarps);
-    if (threadIdx.x < nt * 8) {
-      float v = 0;
-#pragma unroll
-      for (uint32_t i = 0; i < kUpWarps; i++) v += sums[i * 24 + threadIdx.x];
-      shared[threadIdx.x] = f * v;
-    }
-  }
-  const uint32_t all = p.topk * p.inner / 8;
+  hold(from), hold(xp), hold(beside);
+  Hidden hidden(p.hidden, p.topk * p.inner / 8);
   if (p.early) pdl_wait();
   STAMP(4)
-  bring_hidden(p.hidden, all, hs);
+  hidden.ask(threadIdx.x);
+  if (chooses && lane == 0)
+    for (uint32_t e = warp < kDownEarly ? warp + kChoosers : warp; e < p.topk; e += kChoosers) fetch(e);
+  hidden.put(hs);
   __syncthreads();
   pdl_trigger();
   if (p.distinct && blockIdx.x == 0 && threadIdx.x == 0) *p.distinct = p.topk;
@@ -132,8 +188,8 @@ NINFER_KERNEL(expert_down, ExpertDownParams, kDownThreads, 2) {
 #pragma unroll 1
     for (uint32_t d = odd; d < p.topk; d += 2) {
       mbar_wait(bars + 8 * d, 0);
-      const uint4 u = lds128(from), v = lds128(from + other);
-      const float2 fa = e4m3x2_f32(lds16(from + 512 - 14 * lane)), fb = e4m3x2_f32(lds16(from + other + 512 - 14 * lane));
+      const uint4 u = lds128(from), v = lds128(from + beside);
+      const float2 fa = e4m3x2_f32(lds16(from + 512 - 14 * lane)), fb = e4m3x2_f32(lds16(from + beside + 512 - 14 * lane));
       const float f = factor[d];
       uint4 x0 = zero, x1 = zero, x2 = zero, x3 = zero;
       if (live) x0 = lds128(xp), x1 = lds128(xp + 16), x2 = lds128(xp + 128), x3 = lds128(xp + 144);
@@ -151,16 +207,16 @@ NINFER_KERNEL(expert_down, ExpertDownParams, kDownThreads, 2) {
     if (t == 0 && second) to[((b - tb * pairs) * nt + tb) * 8] = sumb;
   }
   STAMP(7)
+  const uint32_t row = threadIdx.x / 8;  // eight lanes an output
+  bf16* to = p.out + tile0 * 8 + row;
+  float more = 0;
+  if (row < nt * 8) more = shared[row];
+  asm volatile("" : "+l"(to), "+f"(more));  // before the barrier
   __syncthreads();
   STAMP(8)
-  if (threadIdx.x < nt * 64) {  // eight lanes an output
-    const uint32_t row = threadIdx.x / 8;
-    float v = 0;
-#pragma unroll 1
-    for (uint32_t i = lane % 8; i < 2 * pairs; i += 8) v += sums[i * nt * 8 + row];
-    v = quad_sum(v);
-    v += __shfl_xor_sync(~0u, v, 4);
-    if (lane % 8 == 0) p.out[tile0 * 8 + row] = __float2bfloat16_rn(v + shared[row]);
+  if (row < nt * 8) {
+    const float v = add_parts(sums + row, nt * 8, 2 * pairs);
+    if (lane % 8 == 0) *to = __float2bfloat16_rn(v + more);
   }
   STAMP(9)
 }
@@ -248,29 +304,39 @@ NINFER_KERNEL(expert_down_rows, ExpertDownParams, kDownThreads, 2) {
   uint32_t x_first = live ? hs + (pair * 128 + t * 16) * 2 : zeros + 32 * ((g / 2 + 2) & 3);
   uint32_t bar = bars, phase = 0, at = routed_at + (ta * pairs + pair) * kHalfBytes + 16 * lane, x_step = live ? 2 * p.inner : 0;
   hold(x_step), hold(x_first), hold(at), hold(ta), hold(pair);
+  Hidden hidden(p.hidden + (uint64_t)row() * p.topk * p.inner, p.topk * p.inner / 8);
   STAMP(3)
   if (p.early) pdl_wait();
   STAMP(4)
+  hidden.ask(threadIdx.x);
   // Weights that were asked for earlier would have come instead of the last tiles of gate/up, which everything waits for.
-  if (lane == 0 && warp >= p.early && warp < kDownSlots) fetch(warp);
-  if (p.distinct && blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) *p.distinct = choice.distinct;
-  bring_hidden(p.hidden + (uint64_t)row() * p.topk * p.inner, p.topk * p.inner / 8, hs);
+  if (lane == 0 && warp >= p.early && warp < kDownSlots) {
+    uint32_t q = warp;
+    hold(q);  // or its quotient is made by everybody
+    fetch(q);
+  }
+  // While those are on their way: the first window, whose results of the shared expert come beside its products.
+  uint2 place = window(0);
+  auto bring_shared = [&](uint32_t w) {
+    if (threadIdx.x < 2 * place.y)
+      copy16(smem_addr(shared + (w & 3) * kDownMost * 8 + threadIdx.x * 4), p.shared_out + (uint64_t)row() * p.h + place.x * 8 + threadIdx.x * 4, policy_evict_first());
+    copy_commit();
+  };
+  bring_shared(0);
+  hidden.put(hs);
   __syncthreads();
   pdl_trigger();
   STAMP(5)
   auto add = [&](uint32_t w) {
     const uint2 at = window(w);
-    const uint32_t nt = at.y;
+    const uint32_t nt = at.y, r = threadIdx.x / 8;  // eight lanes an output
+    bf16* to = p.out + (uint64_t)row() * p.h + at.x * 8 + r;
+    asm volatile("" : "+l"(to));  // before the wait
     mbar_wait(summed + 8 * (w & 1), w >> 1 & 1);
-    if (threadIdx.x < nt * 64) {  // eight lanes an output
-      const float* now = sums + (w & 1) * kDownSums;
-      float v = 0;
-#pragma unroll 1
-      for (uint32_t i = lane % 8; i < 2 * pairs; i += 8) v += now[i * nt * 8 + threadIdx.x / 8];
-      v = quad_sum(v);
-      v += __shfl_xor_sync(~0u, v, 4);
-      if (lane % 8 == 0)
-        p.out[(uint64_t)row() * p.h + at.x * 8 + threadIdx.x / 8] = __float2bfloat16_rn(v + shared[(w & 3) * kDownMost * 8 + threadIdx.x / 8]);
+    if (r < nt * 8) {
+      const float more = shared[(w & 3) * kDownMost * 8 + r];
+      const float v = add_parts(sums + (w & 1) * kDownSums + r, nt * 8, 2 * pairs);
+      if (lane % 8 == 0) *to = __float2bfloat16_rn(v + more);
     }
   };
   if (warp == kDownWorkers) {
@@ -298,11 +364,7 @@ NINFER_KERNEL(expert_down_rows, ExpertDownParams, kDownThreads, 2) {
   }
 #pragma unroll 1
   for (uint32_t w = 0; w < lds32(run + 8); w++) {
-    const uint2 place = window(w);
     const uint32_t nt = place.y;
-    if (threadIdx.x < 2 * nt)
-      copy16(smem_addr(shared + (w & 3) * kDownMost * 8 + threadIdx.x * 4), p.shared_out + (uint64_t)row() * p.h + place.x * 8 + threadIdx.x * 4, policy_evict_first());
-    copy_commit();
     float sa = 0, sb = 0, oa = 0, ob = 0;  // of this one's and of the other experts
     uint32_t factor = smem_addr(choice.factor[0]);
     const uint32_t end = factor + 4 * p.topk;
@@ -378,7 +440,10 @@ NINFER_KERNEL(expert_down_rows, ExpertDownParams, kDownThreads, 2) {
     copy_wait<0>();
     __syncwarp();
     warp_arrives(summed + 8 * (w & 1));
+    place = window(w + 1);
+    if (w + 1 < lds32(run + 8)) bring_shared(w + 1);
   }
+  if (p.distinct && blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) *p.distinct = choice.distinct;
   add(lds32(run + 8) - 1);
   STAMP(6)
 }
