@@ -498,12 +498,10 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 	}, l.err
 }
 
-// attended multiplies rows that attention has left. Of E4M3 the Project kernels bring all of a block's weights, while it lasts.
+// attended multiplies rows that attention has left.
 func (p *pass) attended(x driver.Ptr, width, rows int, out kernels.Part) error {
-	if kernels.Format(out.M.Format) != kernels.BF16 {
-		if ok, err := p.project(multiplicand{x: x, dim: 1, lanes: p.s.program.Pass.Kind == backend.Decode}, width, rows, []kernels.Part{out}, kernels.Shift{}); ok || err != nil {
-			return err
-		}
+	if ok, err := p.project(multiplicand{x: x, dim: 1, lanes: p.s.program.Pass.Kind == backend.Decode}, width, rows, []kernels.Part{out}, kernels.Shift{}); ok || err != nil {
+		return err
 	}
 	return p.gemv(x, 2, width, rows, out)
 }

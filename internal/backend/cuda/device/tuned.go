@@ -216,6 +216,9 @@ func projector(d *Device, rows *int, x multiplicand, k int, parts []plain.Part, 
 						q.Blocks = (n + 1) / 2 * 2
 					}
 				}
+				if j.Kernel == plain.ProjectBf16Rows {
+					q.Blocks = gpu.SMs * 10 / 11 / j.Cluster * j.Cluster // of more clusters the last find no SM for each block
+				}
 				if size, ok := j.Shared(q); ok && size <= gpu.SharedPerBlock {
 					return j.Kernel, q.Blocks, size
 				}

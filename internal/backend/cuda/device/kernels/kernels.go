@@ -93,7 +93,7 @@ type Projector struct {
 	E4M3        bool
 	Least, Most int // activation rows
 	Cluster     int // blocks that share K
-	depth       int // runs of 64 bytes of each weight row that a warp has on their way; 0: all of a block's weights
+	depth       int // runs of 64 bytes of each weight row that a warp has on their way, 128 where x stays BF16; 0: all of a block's weights
 }
 
 // Projectors are the Project kernels, the best first.
@@ -102,9 +102,9 @@ var Projectors = []Projector{
 	{ProjectWholeLanes, true, 3, ProjectRows, 2, 0},
 	{ProjectWholeRows, true, 2, ProjectRows, 2, 0},
 	{ProjectE4m3, true, 1, ProjectRows, 1, 4},
-	{ProjectBf16Rows, false, 3, ProjectRows, 8, 6},
-	{ProjectBf16Deep, false, 1, ProjectRows, 1, 12},
-	{ProjectBf16, false, 1, ProjectRows, 1, 6},
+	{ProjectBf16Rows, false, 3, ProjectRows, 4, 5},
+	{ProjectBf16Deep, false, 1, ProjectRows, 1, 4},
+	{ProjectBf16, false, 1, ProjectRows, 1, 4},
 }
 
 // Projection is what a Project kernel is to do on so many blocks: r activation rows of k values times n weight rows, and pieces of the windows of some lanes. The
@@ -120,12 +120,28 @@ func Shares(n, blocks int) uint32 { return uint32(n/blocks | n%blocks<<16) }
 // Paced makes a Project kernel that brings all of a block's weights ask for a number of rows so many clocks apart, and for the rest at once.
 func Paced(clocks, rows uint32) uint32 { return clocks | rows<<16 }
 
+// exact says whether BF16 rows stay as they are, beside BF16 weights: a head has whole runs of 128 bytes of them, or there are no factors.
+func (p Projection) exact() bool {
+	return !p.F32 && (p.Dim == 1 || p.Dim%64 == 0 && p.Dim&(p.Dim-1) == 0)
+}
+
 // Shared is the shared memory of a block; ok is false where the kernel cannot do it.
 func (j Projector) Shared(p Projection) (size int, ok bool) {
-	const passRows, pieces = ProjectTile, 96             // kPass and kPieces of project.cu
-	operands, pad, run, warps, held := 2, 64, 32, 8, 768 // run: values in 64 bytes of weights; held: of a row, which a warp makes at most
-	if j.E4M3 {
-		operands, pad, run, warps, held = 1, 16, 64, 12, 512
+	const passRows, pieces, warps = ProjectTile, 96, 12 // kPass, kPieces and kWarps of project.cu
+	const held = 512                                    // values of a row, which a warp makes at most
+	operands, pad, run := 2, 64, 32                     // run: values in what a row has on its way at once
+	depth, bytes := j.depth, 64                         // bytes: of a run
+	exact := !j.E4M3 && p.exact()
+	switch {
+	case j.E4M3:
+		operands, pad, run = 1, 16, 64
+	case exact:
+		operands, run, bytes = 1, 64, 128
+		if j.Kernel == ProjectBf16 {
+			depth = 2
+		}
+	case j.Kernel != ProjectBf16:
+		return 0, false
 	}
 	share := up(p.K/run, warps) * run // the largest of a warp
 	values := share * warps / j.Cluster
@@ -138,13 +154,17 @@ func (j Projector) Shared(p Projection) (size int, ok bool) {
 		piece += 16 * (p.R - p.Lanes + 1)
 	}
 	size = 640 + min(passes, 2)*128*warps*p.R + piece*min(up(p.Pieces, p.Blocks), pieces) + operands*p.R*(2*values+pad) + 128
-	if j.depth > 0 {
-		size += warps * j.depth * 64 * tile
+	if depth > 0 {
+		size += warps * depth * bytes * tile
 	} else {
 		size += j.Cluster * tile * (up(64*values/run, 128)*128 + 64)
 		ok = ok && passes == 1
 	}
-	if j.depth == 0 || j.Cluster > 1 { // operands in registers, factors a lane
+	if exact {
+		if ok = ok && share <= held; p.Dim > 1 { // factors
+			size += warps / j.Cluster * (share/p.Dim + 2) * 32
+		}
+	} else if depth == 0 { // factors a lane
 		heads := share/p.Dim + 2
 		if share%p.Dim == 0 && p.K/run%warps == 0 {
 			heads = share / p.Dim

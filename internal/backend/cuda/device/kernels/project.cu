@@ -1,11 +1,12 @@
 // Streaming products with operands of more than BF16's precision: out[r][n] = sum_k W[n][k] x[r][k], r = 1..8.
 //
-//   project_bf16   W in BF16; x becomes a BF16 part and what that leaves, also in BF16: two tensor instructions a chunk.
+//   project_bf16   W in BF16. x in BF16 stays as it is, since products of both are exact, and a head's factor multiplies the sum of its k; FP32, or factors of
+//                  uneven heads, becomes a BF16 part and what that leaves, also in BF16: two tensor instructions a chunk.
 //   project_e4m3   W in E4M3 with a scale a row; x becomes FP16, each share of k scaled by a power of two.
 //   project_whole  the same where a block's weights fit into shared memory: all of them come by bulk copies, behind which no load of another
 //                  block on the SM has to stand. At most four rows, x in BF16.
 //   ..._rows       several rows, in clusters. x in BF16. project_whole_lanes: the same with more registers.
-//   ..._deep       more on its way.
+//   ..._deep       more on its way. x in BF16.
 //   Grid: any, a multiple of the cluster; one block an SM.
 //
 // x is FP32, BF16, or BF16 times a factor that belongs to a head: 1 over the root of the mean of its squares, which four blocks of the delta
@@ -17,10 +18,8 @@
 
 extern __shared__ __align__(128) uint8_t room[];
 
-static constexpr int kWarps = 12;  // which share K, in 8 bits
-static constexpr int kWarps16 = 8;  // in 16
+static constexpr int kWarps = 12;  // which share K
 static constexpr int kProject = 32 * kWarps;
-static constexpr int kProject16 = 32 * kWarps16;
 
 DEVICE uint32_t shared_at(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 DEVICE uint4 shared_load(uint32_t a) {
@@ -118,7 +117,37 @@ DEVICE void bring(const Shift& s, uint32_t at, uint32_t fresh) {
     *(uint4*)to = r < fresh ? shared_load(at + 64 + 16 * r) : __ldcg((const uint4*)(s.x + (uint64_t)(l.z + r) * s.c + l.w));
 }
 
-// At most 64 registers, in 16 bits 96, which leave room for three or two blocks of the delta rule; 80 of several lanes, beside whose delta rule there is
+// What a block brings forward: one of its warps, some pieces at a time.
+struct Windows {
+  uint32_t piece, last, fresh, bytes, at;  // bytes of a piece, the lane's first place
+  DEVICE Windows(const ProjectParams& p, bool mine, uint32_t room_at, uint32_t lane) {
+    const uint32_t share = (pieces(p.shift) + gridDim.x - 1) / gridDim.x;
+    piece = blockIdx.x * share + lane, last = mine ? min(pieces(p.shift), (blockIdx.x + 1) * share) : 0;
+    fresh = fresh_of(p), bytes = 64 + 16 * fresh, at = room_at + lane * bytes;
+  }
+  template <class F>
+  DEVICE void each(F&& f) const {
+#pragma unroll 1
+    for (uint32_t i = 0; i < kPieces && piece + i < last; i += 32) f(piece + i, at + i * bytes);
+  }
+  DEVICE void find_all(const Shift& s) const {
+    each([&](uint32_t i, uint32_t to) { find(s, i, to); });
+  }
+  DEVICE void ask_all(const Shift& s) const {
+    each([&](uint32_t, uint32_t to) { ask(s, to, fresh); });
+  }
+  DEVICE void finish(const Shift& s) {
+#pragma unroll 1
+    while (piece < last) {
+      asm volatile("cp.async.wait_all;" ::: "memory");
+      each([&](uint32_t, uint32_t to) { bring(s, to, fresh); });
+      piece += kPieces;
+      each([&](uint32_t i, uint32_t to) { find(s, i, to), ask(s, to, fresh); });
+    }
+  }
+};
+
+// At most 64 registers, in 16 bits 88, which leave room for three or two blocks of the delta rule; 80 of several lanes, beside whose delta rule there is
 // room for nothing.
 //
 // Warps share K. The last one asks for weights that come by bulk copies, the one before it brings windows forward. What a block does before its wait is
@@ -128,9 +157,9 @@ DEVICE void bring(const Shift& s, uint32_t at, uint32_t fresh) {
 // once by bulk copies, where a block has at most kPass rows. C: blocks of a cluster.
 template <bool F8, int kDepth, uint32_t C>
 DEVICE void project(const ProjectParams& p) {
-  // SH: shares of a block; kPass: rows at a time; kHeld: units of a row's share that a lane makes; kRows: rows whose operand waits in registers
+  // SH: shares of a block; kPass: rows at a time; kHeld: units of a row's share that a lane makes at most
   constexpr bool kWhole = kDepth == 0;
-  constexpr uint32_t W = F8 ? kWarps : kWarps16, SH = W / C, kPass = 24, kHeld = F8 ? 2 : 3, kRows = C == 1 ? 2 : 1;
+  constexpr uint32_t W = kWarps, SH = W / C, kPass = 24, kHeld = 2;
   constexpr uint32_t ks = F8 ? 64 : 32;  // k positions of a chunk: 64 bytes of a row
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   uint32_t rank = 0;
@@ -240,21 +269,13 @@ DEVICE void project(const ProjectParams& p) {
 #pragma unroll 1
     for (int i = 0; i < kDepth; i++) copy_next();
   }
-  // Windows, some pieces at a time.
-  const uint32_t piece_share = (pieces(p.shift) + gridDim.x - 1) / gridDim.x, last = warp == W - 2 ? min(pieces(p.shift), (blockIdx.x + 1) * piece_share) : 0;
-  const uint32_t fresh = fresh_of(p), piece_bytes = 64 + 16 * fresh, window = weights + (kWhole ? C * tile * row_pitch : W * kDepth * tile * 64) + lane * piece_bytes;
-  uint32_t piece = blockIdx.x * piece_share + lane;
-  auto of_round = [&](auto&& f) {
-#pragma unroll 1
-    for (uint32_t i = 0; i < kPieces && piece + i < last; i += 32) f(piece + i, window + i * piece_bytes);
-  };
-  of_round([&](uint32_t i, uint32_t at) { find(p.shift, i, at); });
+  Windows windows(p, warp == W - 2, weights + (kWhole ? C * tile * row_pitch : W * kDepth * tile * 64), lane);
+  windows.find_all(p.shift);
 
   // The operand of a warp's share of k, of every C-th row: a lane makes what it fetches, eight values a unit.
   const uint32_t units = chunks * ks / 8, k0 = chunk0 * ks, mine_x = xs + (chunk0 - first_chunk) * ks * 2 + lane * 16;
   const uint32_t dim = 31 - __clz(p.dim), head0 = k0 >> dim, heads = units ? (k0 + units * 8 - 1 >> dim) - head0 + 1 : 0;  // where p.dim is a power of two
   const uint32_t of_lane = heads > 1 ? 32 - __clz(heads - 1) : 0;  // lane: of head lane % 2^of_lane of the warp's row lane >> of_lane
-  const bool quick = kWhole || C > 1 || !F8 && !p.x_f32 && p.r <= kRows && (all + W - 1) / W * ks <= 256 * kHeld && (p.dim & p.dim - 1) == 0 && p.r << of_lane <= 32;
   const bf16* x_from = (const bf16*)p.x + k0 + lane * 8;
   auto factor_of = [&](uint32_t r, uint32_t head, uint32_t heads, float mean) {
     const float4 s = __ldcg((const float4*)p.squares + r * heads + head);
@@ -283,7 +304,6 @@ DEVICE void project(const ProjectParams& p) {
   __syncwarp();
   pdl_wait();
 
-  uint4 held[kRows][kHeld];
   if (kWhole) {  // to where the operand will be
 #pragma unroll 1
     for (uint32_t r = set; r < p.r; r += C)
@@ -292,20 +312,14 @@ DEVICE void project(const ProjectParams& p) {
         if (lane + 32 * j < units)
           asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(mine_x + r * pitch + 512 * j), "l"(x_from + r * p.x_ld + 256 * j) : "memory");
     asm volatile("cp.async.commit_group;" ::: "memory");
-  } else if (quick) {
-#pragma unroll
-    for (uint32_t i = 0; i < kRows; i++)
-#pragma unroll
-      for (uint32_t j = 0; j < kHeld; j++)
-        if (set + C * i < p.r && lane + 32 * j < units) held[i][j] = __ldcg((const uint4*)(x_from + (set + C * i) * p.x_ld) + 32 * j);
   }
   float factor = 1.0f;
   const uint32_t of_factor = set + C * (lane >> of_lane), of_head = lane & (1u << of_lane) - 1;
-  if (quick && p.squares && of_factor < p.r && of_head < heads) factor = factor_of(of_factor, head0 + of_head, p.k >> dim, __uint_as_float(127 - dim << 23));
-  of_round([&](uint32_t, uint32_t at) { ask(p.shift, at, fresh); });
+  if (kWhole && p.squares && of_factor < p.r && of_head < heads) factor = factor_of(of_factor, head0 + of_head, p.k >> dim, __uint_as_float(127 - dim << 23));
+  windows.ask_all(p.shift);
   asm volatile("cp.async.commit_group;" ::: "memory");
   __syncwarp();
-  auto make = [&](uint32_t i, const uint4* from) {  // of the warp's i-th row
+  auto make = [&](uint32_t i) {  // of the warp's i-th row
     const uint32_t r = set + C * i;
     float most = 0.0f, f[kHeld], scale = 1.0f;
     uint4 x[kHeld];
@@ -313,7 +327,7 @@ DEVICE void project(const ProjectParams& p) {
     for (uint32_t j = 0; j < kHeld; j++) {
       f[j] = p.squares ? __shfl_sync(~0u, factor, i << of_lane | (min(k0 + (lane + 32 * j) * 8 >> dim, head0 + heads - 1) - head0)) : 1.0f;
       x[j] = make_uint4(0, 0, 0, 0);
-      if (lane + 32 * j < units) x[j] = kWhole ? shared_load(mine_x + r * pitch + 512 * j) : from[j];
+      if (lane + 32 * j < units) x[j] = shared_load(mine_x + r * pitch + 512 * j);
       const uint32_t m = __vmaxu2(__vmaxu2(x[j].x & 0x7fff7fff, x[j].y & 0x7fff7fff), __vmaxu2(x[j].z & 0x7fff7fff, x[j].w & 0x7fff7fff));
       most = fmaxf(most, __fmul_rn(fmaxf(lo(m), hi(m)), f[j]));
     }
@@ -332,11 +346,7 @@ DEVICE void project(const ProjectParams& p) {
   if (kWhole) {
     asm volatile("cp.async.wait_group 1;" ::: "memory");
 #pragma unroll 1
-    for (uint32_t i = 0; set + C * i < p.r; i++) make(i, nullptr);
-  } else if (quick) {
-#pragma unroll
-    for (uint32_t i = 0; i < kRows; i++)
-      if (set + C * i < p.r) make(i, held[i]);
+    for (uint32_t i = 0; set + C * i < p.r; i++) make(i);
   } else {  // any operand, two rows and two units at a time
 #pragma unroll 1
     for (uint32_t r = 0; r < p.r; r += 2) {
@@ -477,13 +487,191 @@ DEVICE void project(const ProjectParams& p) {
 #pragma unroll 1
     for (uint32_t i = 0; i < passes; i++) pass(i);
   }
-#pragma unroll 1
-  while (piece < last) {
-    asm volatile("cp.async.wait_all;" ::: "memory");
-    of_round([&](uint32_t, uint32_t at) { bring(p.shift, at, fresh); });
-    piece += kPieces;
-    of_round([&](uint32_t i, uint32_t at) { find(p.shift, i, at), ask(p.shift, at, fresh); });
+  windows.finish(p.shift);
+}
+
+// BF16 rows and weights, of one part: products of both are exact, nothing is made of a row, and a head of a multiple of 64 values has its factor multiply
+// its sum. A warp has kDepth whole lines of 128 bytes of each weight row on their way, which its lanes copy and read for each other. Rows of at most
+// 512 values times the warps.
+template <int kDepth, uint32_t C>
+DEVICE void lines(const ProjectParams& p) {
+  constexpr uint32_t W = kWarps, SH = W / C, kPass = 24, ks = 64, kHeld = 2, kRows = 2;
+  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  uint32_t rank = 0;
+  if (C > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  const uint32_t few = p.shares & 0xffff, over = p.shares >> 16;
+  auto first_of = [&](uint32_t block) { return block * few + min(block, over); };
+  const uint32_t most = few + min(over, 1), passes = (most + kPass - 1) / kPass, tile = passes == 1 ? most : (most + passes - 1) / passes;
+  const uint32_t all = p.k / ks, row_bytes = 2 * p.k, most_lines = (all + W - 1) / W * SH, pitch = most_lines * 128 + 64;
+  const uint32_t dim = 31 - __clz(p.dim), head_places = p.squares ? ((all + W - 1) / W * ks >> dim) + 2 : 0;
+  float* sums = (float*)(room + 640);
+  const uint32_t met = shared_at(room) + 512, xs = shared_at(sums) + min(passes, 2) * W * p.r * 128, factors = xs + p.r * pitch;
+  const uint32_t stride = tile * 128, ring = ((factors + SH * head_places * 32 + 127) & ~127u) + warp * (kDepth * stride);
+  const uint32_t home = blockIdx.x - rank, set = warp / SH, mine = warp % SH, share = rank * SH + mine;
+  const uint32_t first_line = part(all, W, rank * SH), line0 = part(all, W, share), n_lines = part(all, W, share + 1) - line0;
+  const uint32_t begin = first_of(home + set), end = first_of(home + set + 1);
+  const bool aside = warp == W - 1;
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  auto expect = [&](uint32_t at, uint32_t bytes) { asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory"); };
+  const uint32_t sum_bytes = W * p.r * tile * 4;
+  // Copies: eight lanes have a line of a row, four rows at once; a row's second half and the next one's first lie in the same banks otherwise.
+  uint32_t ahead_pass = 0, ahead_line = n_lines, ahead_rows = 0, lines_left = kDepth;
+  const uint8_t* src = nullptr;
+  const uint32_t from_row = lane / 8;
+  // Nothing that ptxas may take apart: of nvcc 13.0 a copy to a register plus a uniform register is an illegal instruction.
+  uint32_t to = ring + from_row * 128 + ((lane % 8 ^ (from_row & 1) * 4) * 16), four = __shfl_sync(~0u, 4 * row_bytes, lane);
+  auto copy_next = [&]() {
+    if (ahead_line == n_lines) {
+      const uint32_t first = begin + ahead_pass * tile, stop = min(end, first + tile);
+      ahead_rows = ahead_pass < passes && first + from_row < stop ? stop - first - from_row : 0;
+      src = (const uint8_t*)p.part[0].w + (uint64_t)(first + from_row) * row_bytes + line0 * 128 + lane % 8 * 16;
+      ahead_line = 0, ahead_pass++;
+    }
+    to = __shfl_sync(~0u, to, lane);
+#pragma unroll
+    for (uint32_t j = 0; j < kPass / 4; j++)
+      if (4 * j < ahead_rows)
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(to + 512 * j), "l"(src + j * four), "l"(policy) : "memory");
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    src += 128, to += stride, ahead_line++;
+    if (--lines_left == 0) lines_left = kDepth, to -= kDepth * stride;
+  };
+  if (C > 1) {
+    if (aside && lane == 0) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(met + 8 * i) : "memory");
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      expect(met, sum_bytes);
+      if (passes > 1) expect(met + 8, sum_bytes);
+    }
+    __syncwarp();
+    cluster_arrive();
   }
+  if (n_lines) {
+#pragma unroll 1
+    for (int i = 0; i < kDepth; i++) copy_next();
+  }
+  Windows windows(p, warp == W - 2, ring + (W - warp) * (kDepth * stride), lane);
+  windows.find_all(p.shift);
+  const uint32_t units = n_lines * 8, k0 = line0 * ks, mine_x = xs + (line0 - first_line) * 128 + lane * 16, head0 = k0 >> dim, heads = units ? (k0 + n_lines * ks - 1 >> dim) - head0 + 1 : 0;
+  const bf16* x_from = (const bf16*)p.x + k0 + lane * 8;
+  __syncwarp();
+  pdl_wait();
+  // the operand's and the factors' part of a warp: every C-th row
+#pragma unroll 1
+  for (uint32_t r0 = set; r0 < p.r; r0 += C * kRows) {
+    uint4 held[kRows][kHeld];
+#pragma unroll
+    for (uint32_t i = 0; i < kRows; i++)
+#pragma unroll
+      for (uint32_t j = 0; j < kHeld; j++)
+        if (r0 + C * i < p.r && lane + 32 * j < units) held[i][j] = __ldcg((const uint4*)(x_from + (r0 + C * i) * p.x_ld) + 32 * j);
+    if (r0 == set && p.squares) {
+#pragma unroll 1
+      for (uint32_t h = lane % 8; h < heads; h += 8)
+#pragma unroll 1
+        for (uint32_t r = set + C * (lane / 8); r < p.r; r += 4 * C) {
+          const float4 s = __ldcg((const float4*)p.squares + r * (p.k >> dim) + head0 + h);
+          const float f = rsqrtf(__fmaf_rn((s.x + s.y) + (s.z + s.w), __uint_as_float(127 - dim << 23), p.eps));
+          asm volatile("st.shared.f32 [%0], %1;" ::"r"(factors + (mine * head_places + h) * 32 + r * 4), "f"(f) : "memory");
+        }
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kRows; i++)
+#pragma unroll
+      for (uint32_t j = 0; j < kHeld; j++)
+        if (r0 + C * i < p.r && lane + 32 * j < units) shared_store(mine_x + (r0 + C * i) * pitch + 512 * j, held[i][j]);
+  }
+  windows.ask_all(p.shift);  // with the next copies
+  __syncwarp();
+  pdl_trigger();
+  uint32_t to_sums = shared_at(sums) + share * p.r * 128 + g * 4, there = met;
+  if (C > 1) {
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + mine), "n"(32 * C) : "memory");  // the warps of a share
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to_sums) : "r"(to_sums), "r"(set));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(there), "r"(set));
+    __syncwarp();
+    cluster_wait();
+  }
+  __syncwarp();
+  const uint32_t own = first_of(blockIdx.x), stop = first_of(blockIdx.x + 1), of_row = threadIdx.x / 32, of_place = threadIdx.x % 32;
+  uint32_t slot = 0;
+#pragma unroll 1
+  for (uint32_t i = 0; i < passes; i++) {
+    float acc[4] = {}, more[4] = {}, all_acc[4] = {}, all_more[2] = {};
+    uint32_t at_factor = factors + mine * head_places * 32 + t * 8, at_x = xs + g * pitch + (line0 - first_line) * 128 + t * 16;
+    const uint32_t at = ring + g * 128 + (t ^ (g & 1) * 4) * 16;
+    uint32_t to_head = p.squares ? p.dim - (k0 & p.dim - 1) : ~0u;  // k until the factor is the next head's
+    uint4 x[2] = {}, u[3][2] = {};
+#pragma unroll 1
+    for (uint32_t c = 0; c < n_lines; c++) {
+      asm volatile("cp.async.wait_group %0;" ::"n"(kDepth - 1) : "memory");
+      __syncwarp();
+      const uint32_t from = at + slot;
+#pragma unroll
+      for (uint32_t e = 0; e < 2; e++) {
+        shared_load_if(g < p.r, x[e], at_x + 64 * e);
+#pragma unroll
+        for (uint32_t h = 0; h < 3; h++) shared_load_if(g + 8 * h < tile, u[h][e], (from ^ 64 * e) + 1024 * h);
+      }
+#pragma unroll
+      for (uint32_t e = 0; e < 2; e++) {
+        multiply_bf16(acc, u[0][e].x, u[1][e].x, u[0][e].y, u[1][e].y, x[e].x, x[e].y);
+        multiply_bf16(more, u[2][e].x, 0, u[2][e].y, 0, x[e].x, x[e].y);
+        multiply_bf16(acc, u[0][e].z, u[1][e].z, u[0][e].w, u[1][e].w, x[e].z, x[e].w);
+        multiply_bf16(more, u[2][e].z, 0, u[2][e].w, 0, x[e].z, x[e].w);
+      }
+      __syncwarp();
+      copy_next();
+      slot += stride;
+      if (slot == kDepth * stride) slot = 0;
+      at_x += 128, to_head -= ks;
+      if (to_head == 0 || p.squares && c + 1 == n_lines) {
+        float2 f;
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(f.x), "=f"(f.y) : "r"(at_factor));
+        at_factor += 32, to_head = p.dim;
+#pragma unroll
+        for (int j = 0; j < 4; j++) all_acc[j] = __fmaf_rn(acc[j], j % 2 ? f.y : f.x, all_acc[j]), acc[j] = 0.0f;
+#pragma unroll
+        for (int j = 0; j < 2; j++) all_more[j] = __fmaf_rn(more[j], j % 2 ? f.y : f.x, all_more[j]), more[j] = 0.0f;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+      if (2 * t + j < p.r)
+#pragma unroll
+        for (uint32_t h = 0; h < 3; h++) {
+          const float v = h < 2 ? acc[j + 2 * h] + all_acc[j + 2 * h] : more[j] + all_more[j];
+          const uint32_t to = to_sums + (i % 2 * W * p.r + 2 * t + j) * 128 + 32 * h;
+          if (g + 8 * h >= tile) continue;
+          if (C > 1)
+            asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(__float_as_uint(v)), "r"(there + i % 2 * 8) : "memory");
+          else
+            asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
+        }
+    __syncwarp();
+    if (C > 1) {
+      asm volatile("{.reg .pred p; L: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1; @p bra D; bra L; D: }" ::"r"(met + i % 2 * 8), "r"(i / 2 & 1) : "memory");
+      __syncwarp();
+      if (i + 2 < passes && aside && lane == 0) expect(met + i % 2 * 8, sum_bytes);
+    } else {
+      __syncthreads();
+    }
+    uint32_t n = own + i * tile + of_place;
+    if (of_row < p.r && of_place < tile && n < stop) {
+      float v[W];
+#pragma unroll
+      for (uint32_t w = 0; w < W; w++) v[w] = sums[(i % 2 * W + w) * p.r * 32 + threadIdx.x];
+#pragma unroll
+      for (uint32_t w = 0; w < W; w += 4) v[w] = (v[w] + v[w + 1]) + (v[w + 2] + v[w + 3]);
+      float sum = v[0];
+#pragma unroll
+      for (uint32_t w = 4; w < W; w += 4) sum += v[w];
+      p.part[0].out[(uint64_t)of_row * p.part[0].out_ld + n] = to_bf16(sum);
+    }
+  }
+  windows.finish(p.shift);
 }
 
 // Here the last argument is a kernel's registers.
@@ -492,12 +680,16 @@ DEVICE void project(const ProjectParams& p) {
 #define CLUSTER(name, n) extern "C" __global__ void __cluster_dims__(n, 1, 1) name(const __grid_constant__ ProjectParams p);
 CLUSTER(project_whole_rows, 2)
 CLUSTER(project_whole_lanes, 2)
-CLUSTER(project_bf16_rows, 8)
+CLUSTER(project_bf16_rows, 4)
 
 NINFER_KERNEL(project_whole, ProjectParams, kProject, 64) { project<true, 0, 1>(p); }
 NINFER_KERNEL(project_whole_rows, ProjectParams, kProject, 64) { project<true, 0, 2>(p); }
 NINFER_KERNEL(project_whole_lanes, ProjectParams, kProject, 80) { project<true, 0, 2>(p); }
 NINFER_KERNEL(project_e4m3, ProjectParams, kProject, 128) { project<true, 4, 1>(p); }
-NINFER_KERNEL(project_bf16, ProjectParams, kProject16, 96) { project<false, 6, 1>(p); }
-NINFER_KERNEL(project_bf16_deep, ProjectParams, kProject16, 96) { project<false, 12, 1>(p); }
-NINFER_KERNEL(project_bf16_rows, ProjectParams, kProject16, 96) { project<false, 6, 8>(p); }
+// As Projector.Shared of the host chooses.
+NINFER_KERNEL(project_bf16, ProjectParams, kProject, 88) {
+  if (p.x_f32 || p.parts > 1 || p.squares && (p.dim % 64 || p.dim & p.dim - 1)) project<false, 4, 1>(p);
+  else lines<2, 1>(p);
+}
+NINFER_KERNEL(project_bf16_deep, ProjectParams, kProject, 88) { lines<4, 1>(p); }
+NINFER_KERNEL(project_bf16_rows, ProjectParams, kProject, 88) { lines<5, 4>(p); }
