@@ -72,5 +72,10 @@ func TestArmed(t *testing.T) {
 	run(2, 1)
 	begins("behind a pause", 1, 0, 1)
 	run(2, 30)
+	gpu.Launched, gpu.CalledOff, gpu.Tired = nil, 0, true
+	run(2, 6) // the first finds the last beginning that waits, what is behind it has given up
+	begins("giving up", 5, 1, 0)
+	gpu.Tired = false
+	run(2, 30)
 	must(d.Close())
 }

@@ -5,6 +5,7 @@ import (
 	"slices"
 	"strings"
 	"sync/atomic"
+	"time"
 	"unsafe"
 
 	"ninfer/internal/backend"
@@ -13,8 +14,8 @@ import (
 
 // armed is a launch whose beginning has been queued before anyone asked for it, behind a decoding step like it: the kernels up to the first product, which
 // touch no states. The first of them waits for the launch's number in the control block, so that neither launching a graph nor the time until the GPU has
-// taken it up lies between two steps; the rest of the launch is queued while the beginning runs. If something else comes instead, that kernel is told so,
-// and what the others compute is never looked at.
+// taken it up lies between two steps; the rest of the launch is queued while the beginning runs, with the next one's at its end. If something else comes
+// instead, that kernel is told so, and what the others compute is never looked at.
 type armed struct {
 	step *step
 	key  shape
@@ -60,7 +61,29 @@ func (d *Device) begun(p *pass, depth int) bool {
 	}
 	p.write()
 	d.armed = armed{}
+	if !s.waited() {
+		d.reluctant = reluctance
+		return false
+	}
 	return true
+}
+
+// waited says whether the GPU has still waited for the launch whose number has just been written: where the process was stopped it gives up.
+func (s *step) waited() bool {
+	number := uint32(s.d.seq)
+	words := (*[4]uint32)(unsafe.Pointer(&s.slots[0].control[0]))
+	if atomic.LoadUint32(&words[2]) != number {
+		return true
+	}
+	for end := time.Now().Add(time.Second); time.Now().Before(end); { // it says at once what it has seen
+		switch atomic.LoadUint32(&words[3]) {
+		case number:
+			return true
+		case ^number:
+			return false
+		}
+	}
+	return false // the GPU is gone, as the next call will say
 }
 
 // arm queues the beginning of a launch like this one behind it, if the one before was like it too.
@@ -72,7 +95,7 @@ func (p *pass) arm() error {
 	}
 	like := armed{s, p.shape(), d.seq + 1}
 	again := d.like == armed{like.step, like.key, d.seq}
-	if d.like = like; !again {
+	if d.like = like; !again || p.begun { // which has its own at its end
 		return nil
 	}
 	if d.reluctant > 0 {
@@ -83,7 +106,7 @@ func (p *pass) arm() error {
 	if g == nil || g.exec == 0 || g.whole {
 		return nil
 	}
-	if g.tail == 0 {
+	if g.head == 0 {
 		if err := p.split(g); err != nil || g.whole {
 			return err
 		}
@@ -91,10 +114,16 @@ func (p *pass) arm() error {
 	if err := c.GraphLaunch(g.head, d.stream); err != nil {
 		return err
 	}
-	d.arms.Lock()
-	d.armed = like
-	d.arms.Unlock()
+	p.hold()
 	return nil
+}
+
+// hold notes that the beginning of a launch like this one is on the stream behind it.
+func (p *pass) hold() {
+	d := p.s.d
+	d.arms.Lock()
+	d.armed = armed{p.s, p.shape(), d.seq + 1}
+	d.arms.Unlock()
 }
 
 // split captures a launch in two, where its first mixer has made its first product.
@@ -125,23 +154,30 @@ func (p *pass) split(g *graph) (err error) {
 		g.whole = true
 		return nil
 	}
-	if _, g.tail, err = capture(watch{first: n, end: len(all.order)}); err != nil {
-		return err
-	}
 	if p.bring, err = s.bringing(p.c, len(p.rows)); err != nil {
 		return err
 	}
 	p.arming = true
-	_, g.head, err = capture(watch{end: n})
+	if _, g.head, err = capture(watch{end: n}); err != nil {
+		return err
+	}
+	g.next, _, err = p.c.Capture(d.stream, func() error {
+		d.watch, p.arming = &watch{counts: map[string]int{}, first: n, end: len(all.order)}, false
+		if err := p.direct(); err != nil {
+			return err
+		}
+		d.watch, p.arming = &watch{counts: map[string]int{}, end: n}, true
+		return p.direct()
+	})
 	return err
 }
 
 // bringBytes is what is brought into L2 of each block's share of the first product while the beginning waits.
-const bringBytes = uint32(128 << 10)
+const bringBytes = 112 << 10
 
 // bringing describes that on the device, for so many rows; 0 is nothing.
 func (s *step) bringing(c *driver.Context, rows int) (driver.Ptr, error) {
-	if len(s.ahead) == 0 || bringBytes == 0 {
+	if len(s.ahead) == 0 {
 		return 0, nil
 	}
 	format, _, g, ok := s.d.streams(int(s.ahead[0][0].M.K), rows, s.ahead[0])

@@ -115,3 +115,36 @@ func TestArmed(t *testing.T) {
 		t.Errorf("armed behind %d of %d runs of steps", armed, rounds)
 	}
 }
+
+// A GPU that waits in vain, as it does for a process that is stopped, gives up after a while, and the next step is none the worse.
+func TestArmedGivesUp(t *testing.T) {
+	if runtime.GOMAXPROCS(0) <= 2 {
+		defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(4))
+	}
+	m := subject(t)
+	var picks [2][]int32
+	for i := range picks {
+		d := open(t, device.Options{States: m.States, Lanes: 1, Tokens: 256, Verify: 3, Carry: 256, Few: allFew, NoGraph: i == 1})
+		defer d.Close()
+		d.Sleepless()
+		r := model.NewRunner(m, d, 32)
+		token := int32(7)
+		for n := range 120 {
+			if n%40 == 30 && i == 0 {
+				if !d.Armed() {
+					t.Errorf("step %d: nothing waits", n)
+				}
+				time.Sleep(400 * time.Millisecond)
+			}
+			res, err := r.Launch(backend.Decode, &backend.Control{Lanes: []backend.LaneRows{{Lane: 0, Tokens: []int32{token}, Positions: model.Positions(n, 1), Want: backend.WantLast}}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			token = res.Lanes[0].Picks[0]
+			picks[i] = append(picks[i], token)
+		}
+	}
+	if !slices.Equal(picks[0], picks[1]) {
+		t.Errorf("picks %v, want %v", picks[0], picks[1])
+	}
+}

@@ -56,7 +56,7 @@ func (p *pass) start() error {
 		return err
 	}
 	if c := p.s.behind; c != nil {
-		picks := driver.Ptr(uintptr(unsafe.Pointer(&c.reports[4])))
+		picks := driver.Ptr(uintptr(unsafe.Pointer(&c.reports[0])))
 		q := kernels.GatherParams{X: picks, Out: p.s.rows, Width: uint32(len(c.report) / 4), N: uint32(len(p.rows))}
 		return start(p, kernels.DraftedTokens, 1, 1, 1, 0, &q)
 	}
@@ -148,7 +148,7 @@ func (d *Device) Behind(st backend.Step, ctl *backend.Control) ([][]int32, backe
 func (p *pass) drafted(depth int) error {
 	chain := p.s.behind
 	report := chain.slots[depth].report
-	if !soon(report, uint32(chain.seq)-uint32(chain.depth-depth)) {
+	if !soon(report, uint32(chain.seq)-uint32(chain.depth-depth), chain.told) {
 		if err := p.c.Sync(p.s.end); err != nil {
 			return err
 		}

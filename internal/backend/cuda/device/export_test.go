@@ -232,3 +232,6 @@ func (d *Device) Armed() (yes bool) {
 	_ = d.run("armed", func(*driver.Context) error { yes = d.armed.step != nil; return nil })
 	return yes
 }
+
+// Sleepless leaves a launch armed however long none comes.
+func (d *Device) Sleepless() { d.owner.Idle(func() {}) }

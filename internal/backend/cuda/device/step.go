@@ -51,7 +51,8 @@ type step struct {
 	lanes   driver.Ptr
 	want    driver.Ptr
 
-	report []byte // pinned: the number of the last launch that is over, then its picks
+	report []byte // pinned: picks, each with the number of its launch behind it; without picks that number alone, where it would be behind the first
+	told   int    // picks of the last launch there
 	slots  []slot // control and report of the passes of a chain; nil before the first launch
 	depth  int    // of the last launch in a chain
 
@@ -81,7 +82,7 @@ type graph struct {
 	exec  driver.Exec
 	nodes int
 
-	head, tail driver.Exec // the same in two parts, where it has been armed
+	head, next driver.Exec // its beginning, which waits, and the rest of it with the beginning of the next one behind it; 0 before it is armed
 	whole      bool        // it cannot be had in two parts
 }
 
@@ -146,7 +147,7 @@ func (s *step) free(c *driver.Context) (err error) {
 }
 
 func (g *graph) free(c *driver.Context) (err error) {
-	for _, e := range []driver.Exec{g.exec, g.head, g.tail} {
+	for _, e := range []driver.Exec{g.exec, g.head, g.next} {
 		if e != 0 {
 			err = errors.Join(err, c.DestroyExec(e))
 		}
@@ -205,10 +206,10 @@ func (s *step) compile(c *driver.Context) (err error) {
 	if shape.Kind == backend.Draft {
 		passes = mostChained
 	}
-	if s.reports, err = s.pinned(c, passes*(4+4*shape.Rows)); err != nil {
+	if s.reports, err = s.pinned(c, passes*8*shape.Rows); err != nil {
 		return err
 	}
-	s.report = s.reports[:4+4*shape.Rows]
+	s.report = s.reports[:8*shape.Rows]
 	s.rows = s.block + header
 	s.lanes = s.rows + driver.Ptr(shape.Rows*sizeOfRow)
 	s.want = s.lanes + driver.Ptr(shape.Lanes*laneBytes)
@@ -308,7 +309,7 @@ func (d *Device) queue(s *step, ctl *backend.Control, depth int) (backend.Seq, e
 		return 0, err
 	}
 	p.end()
-	s.seq, d.last = d.seq, s
+	s.seq, s.told, d.last = d.seq, p.tells(), s
 	if s.few != nil {
 		s.foresee(ctl.Lanes[0].Lane, ctl.Lanes[0].Ahead)
 	}
@@ -498,7 +499,7 @@ func (p *pass) launch(depth int) error {
 	}
 	exec, fresh := p.graph()
 	if p.begun {
-		exec = s.graphs[p.shape()].tail
+		exec = s.graphs[p.shape()].next
 	}
 	number := uint32(d.seq)
 	// A graph takes one call, so the GPU works on the first layer while the host gathers the table's rows, for which a kernel waits. Kernel by
@@ -517,6 +518,9 @@ func (p *pass) launch(depth int) error {
 	} else {
 		if err := c.GraphLaunch(exec, d.stream); err != nil {
 			return err
+		}
+		if p.begun {
+			p.hold()
 		}
 		if err := p.gather(number); err != nil {
 			return err
@@ -581,19 +585,27 @@ func (p *pass) direct() error {
 	return p.tell()
 }
 
+// tells is how many picks a launch reports.
+func (p *pass) tells() int {
+	if p.s.head == nil || p.likely {
+		return 0
+	}
+	return len(p.wanted)
+}
+
 // tell reports the picks and the launch's number to the host.
 func (p *pass) tell() error {
 	s := p.s
 	at := driver.Ptr(uintptr(unsafe.Pointer(&s.report[0])))
 	if p.keys > 0 {
 		q := kernels.ReportBestParams{
-			Best: s.head.best, Ids: s.head.ids, Picked: s.head.picked, Host: at + 4, Done: at, Number: s.block, N: p.keys, R: uint32(len(p.wanted)),
+			Best: s.head.best, Ids: s.head.ids, Picked: s.head.picked, Host: at, Done: at + 4, Number: s.block, N: p.keys, R: uint32(len(p.wanted)),
 		}
 		return start(p, kernels.ReportBest, 1, 1, 1, 0, &q)
 	}
-	q := kernels.ReportParams{Host: at + 4, Done: at, Number: s.block}
-	if s.head != nil && len(p.wanted) > 0 && !p.likely {
-		q.Picked, q.N = s.head.picked, uint32(len(p.wanted))
+	q := kernels.ReportParams{Host: at, Done: at + 4, Number: s.block, N: uint32(p.tells())}
+	if q.N > 0 {
+		q.Picked = s.head.picked
 	}
 	return start(p, kernels.Report, 1, 1, 1, 0, &q)
 }
@@ -682,19 +694,33 @@ func (p *pass) end() {
 
 // over says whether the last launch has reported, if there was one.
 func (s *step) over() bool {
-	return s.seq == 0 || atomic.LoadUint32((*uint32)(unsafe.Pointer(&s.report[0]))) == uint32(s.seq)
+	return s.seq == 0 || there(s.report, uint32(s.seq), s.told)
 }
 
-// pick is the i-th id of a report, behind the launch's number.
-func pick(report []byte, i int) int32 { return *(*int32)(unsafe.Pointer(&report[4+4*i])) }
+// word is the i-th word of a report: a pick, and a launch's number in the upper half.
+func word(report []byte, i int) uint64 {
+	return atomic.LoadUint64((*uint64)(unsafe.Pointer(&report[8*i])))
+}
+
+// pick is the i-th id of a report.
+func pick(report []byte, i int) int32 { return int32(uint32(word(report, i))) }
+
+// there says whether n picks of a launch have come, or that it is over if it has none.
+func there(report []byte, number uint32, n int) bool {
+	for i := range max(n, 1) {
+		if uint32(word(report, i)>>32) != number {
+			return false
+		}
+	}
+	return true
+}
 
 // soon looks for a launch's number in a report for as long as a step may take: a thread that sleeps until then, or asks the driver on
 // another thread, is late by tens of microseconds and more. Where processors are few it does not look at all.
-func soon(report []byte, number uint32) bool {
-	at := (*uint32)(unsafe.Pointer(&report[0]))
+func soon(report []byte, number uint32, n int) bool {
 	for end := time.Now().Add(20 * time.Millisecond); runtime.GOMAXPROCS(0) > 2 && time.Now().Before(end); {
 		for range 64 {
-			if atomic.LoadUint32(at) == number {
+			if there(report, number, n) {
 				return true
 			}
 		}
@@ -708,7 +734,7 @@ func (d *Device) Wait(q backend.Seq) (backend.Result, error) {
 		return backend.Result{}, fmt.Errorf("cuda: wait for launch %d, last is %d", q, d.seq)
 	}
 	s := d.last
-	if !soon(s.report, uint32(q)) || s.head != nil && s.head.raised {
+	if !soon(s.report, uint32(q), s.told) || s.head != nil && s.head.raised {
 		if err := d.do("wait", func(c *driver.Context) error { return c.SyncStream(d.stream) }); err != nil {
 			return backend.Result{}, err
 		}

@@ -60,8 +60,13 @@ func (s *step) preparePLEStart(c *driver.Context, op backend.PLEStart) (func(*pa
 	if s.table != nil {
 		return nil, errors.New("a second n-gram table")
 	}
-	const tableRows, room = 16, 48 << 10 // whole requests of 16 bytes for rows of any size, and a block's shared memory
-	l.check(tableRows*t.RowBytes <= room, "rows of %d bytes in the n-gram table, at most %d", t.RowBytes, room/tableRows)
+	// Whole requests of 16 bytes for rows of any size, and a block's shared memory. Of several blocks one after the other reads the host's memory.
+	const least, room = 16, 48 << 10
+	tableRows := 4 * least
+	if tableRows*t.RowBytes > room {
+		tableRows = least
+	}
+	l.check(tableRows*t.RowBytes <= room, "rows of %d bytes in the n-gram table, at most %d", t.RowBytes, room/least)
 	if l.err != nil {
 		return nil, l.err
 	}
@@ -74,7 +79,7 @@ func (s *step) preparePLEStart(c *driver.Context, op backend.PLEStart) (func(*pa
 		w: op.W, heads: heads, staged: staged, ids: make([]int64, s.program.Pass.Rows*heads),
 		k: kernels.TableParams{
 			Raw: at + ahead, Ready: at, Number: s.block, Out: s.bufs[op.Out], Width: uint32(t.Width), RowBytes: uint32(t.RowBytes), Format: uint32(f),
-			Multiplier: float32(t.Multiplier), Rows: tableRows,
+			Multiplier: float32(t.Multiplier), Rows: uint32(tableRows),
 		},
 	}
 	s.d.enter(t.Source)

@@ -46,6 +46,8 @@ type GPU struct {
 	Graphs   int
 	// CalledOff counts beginnings that waited for a launch and were told that it does not come.
 	CalledOff int
+	// Tired makes beginnings give up at once that wait for a launch.
+	Tired bool
 	// Fail, if set, is asked at every call of the driver; what it returns other than Success is the call's result, and nothing else happens.
 	Fail func(call string) driver.Result
 
@@ -278,15 +280,26 @@ func (g *GPU) run(l launch) {
 	case "begin_armed":
 		q := (*kernels.GatherParams)(p)
 		g.awaited[q.Out] = q.List
+		if number := g.numbers[q.Out] + 1; g.Tired {
+			words := (*[4]uint32)(pointer(q.List))
+			words[2], words[3] = number, ^number
+		}
 	case "begin_chained":
 		q := (*kernels.GatherParams)(p)
 		g.numbers[q.Out] = *(*uint32)(pointer(q.List))
 	case "report":
 		q := (*kernels.ReportParams)(p)
-		*(*uint32)(pointer(q.Done)) = g.numbers[q.Number]
+		g.report(q.Done, q.Number, q.N)
 	case "report_best":
 		q := (*kernels.ReportBestParams)(p)
-		*(*uint32)(pointer(q.Done)) = g.numbers[q.Number]
+		g.report(q.Done, q.Number, q.R)
+	}
+}
+
+// report puts a launch's number behind each of its n picks, or where it would be behind the first.
+func (g *GPU) report(done, block driver.Ptr, n uint32) {
+	for i := range driver.Ptr(max(n, 1)) {
+		*(*uint32)(pointer(done + 8*i)) = g.numbers[block]
 	}
 }
 
@@ -299,11 +312,12 @@ var waiting = []string{
 // settled says whether no kernel waits for the host any more, and takes the numbers of launches that have come.
 func (g *GPU) settled() bool {
 	for block, host := range g.awaited {
-		word, number := (*[2]uint32)(pointer(host)), g.numbers[block]+1
-		switch number {
-		case word[1]: // called off
+		word, number := (*[4]uint32)(pointer(host)), g.numbers[block]+1
+		switch {
+		case word[1] == number: // called off
 			g.CalledOff++
-		case word[0]:
+		case word[2] == number && word[3] == ^number: // given up
+		case word[0] == number:
 			g.numbers[block] = number
 		default:
 			return false

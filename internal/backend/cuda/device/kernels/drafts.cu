@@ -10,7 +10,7 @@
 //   carry_wide  as carry, for widths that are multiples of eight. Grid: every 2,048 values, row.
 //   route_wide  as route, of up to 512 experts, which a warp has in registers. Grid: row.
 //   drafted_tokens  of a pass that verifies, the tokens of rows after a lane's first: picks of a chain's passes, which are in the host's memory, width
-//               from one pass to the next, a lane's at its number. Grid: 1.
+//               words from one pass to the next, a lane's at twice its number. Grid: 1.
 //   expert_up_wide, expert_down_wide  as expert_up and expert_down, of experts in BF16 with rows of up to 2,560 and the shared one's first half done:
 //               a warp has all of a row on its way at once. Grid: any, row; enough blocks for a warp an output, row.
 #include "common.cuh"
@@ -244,7 +244,7 @@ NINFER_KERNEL(drafted_tokens, GatherParams, 128, 1) {
   Row* rows = (Row*)p.out;
   for (uint32_t r = threadIdx.x; r < p.n; r += 128) {
     const uint32_t index = __ldcg(&rows[r].index), lane = __ldcg(&rows[r].lane);
-    if (index) rows[r].token = *(const volatile uint32_t*)((const uint32_t*)p.x + (uint64_t)(index - 1) * p.width + lane);
+    if (index) rows[r].token = *(const volatile uint32_t*)((const uint32_t*)p.x + (uint64_t)(index - 1) * p.width + 2 * lane);
   }
 }
 

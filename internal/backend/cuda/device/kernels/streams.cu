@@ -45,7 +45,9 @@ struct Bring {
 };
 
 // begin of a launch that the host has not asked for yet. Behind the control block before it waits for the next number, or to be told that it does not come;
-// then it leaves the block as it is. Meanwhile the other blocks ask for what x describes.
+// then it leaves the block as it is. Meanwhile the other blocks ask for what x describes. A host that is stopped says neither: after a while the kernel writes
+// the number to the third word, looks once more, since either it sees what the host has written or the host sees that, and says in the fourth word whether
+// the launch has come (the number) or not (its complement).
 NINFER_KERNEL(begin_armed, GatherParams, 256, 1) {
   __shared__ bool comes;
   pdl_trigger();  // as in begin
@@ -62,10 +64,22 @@ NINFER_KERNEL(begin_armed, GatherParams, 256, 1) {
   }
   if (threadIdx.x == 0) {
     const uint32_t number = __ldcg((const uint32_t*)p.out) + 1;
+    uint64_t begun, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begun));
     uint4 v;
-    do v = host16(p.list);
-    while (v.x != number && v.y != number);
-    comes = v.y != number;
+    for (;;) {
+      v = host16(p.list);
+      if (v.x == number || v.y == number) break;
+      asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+      if (now - begun < 250000000ull) continue;
+      volatile uint32_t* words = (volatile uint32_t*)p.list;
+      words[2] = number;
+      __threadfence_system();
+      v = host16(p.list);
+      words[3] = v.x == number ? number : ~number;
+      break;
+    }
+    comes = v.x == number && v.y != number;
     __threadfence_system();
   }
   __syncthreads();
@@ -374,31 +388,33 @@ NINFER_KERNEL(words, WordsParams, 256, 1) {
   }
 }
 
+// Picks go to the host as words of eight bytes, the launch's number behind each: no fence lies between the two.
+DEVICE void tell(uint32_t* host, uint32_t i, uint32_t pick, uint32_t number) {
+  *((volatile unsigned long long*)host + i) = (unsigned long long)number << 32 | pick;
+}
+
 NINFER_KERNEL(report, ReportParams, 32, 1) {
   pdl();
-  for (uint32_t i = threadIdx.x; i < p.n; i += 32) p.host[i] = __ldcg(p.picked + i);
-  __threadfence_system();
-  __syncwarp();
-  if (threadIdx.x == 0) *(volatile uint32_t*)p.done = __ldcg(p.number);
+  const uint32_t number = __ldcg(p.number);
+  for (uint32_t i = threadIdx.x; i < p.n; i += 32) tell(p.host, i, __ldcg(p.picked + i), number);
+  if (p.n || threadIdx.x) return;
+  __threadfence_system();  // others have written what the host then looks at
+  *(volatile uint32_t*)p.done = number;
 }
 
 NINFER_KERNEL(report_best, ReportBestParams, 256, 1) {
   pdl();
   const uint32_t r = threadIdx.x / 32, lane = threadIdx.x % 32, number = __ldcg(p.number);
-  if (r < p.r) {
-    uint64_t best = 0;
+  if (r >= p.r) return;
+  uint64_t best = 0;
 #pragma unroll 5
-    for (uint32_t i = lane; i < p.n; i += 32) best = max(best, (uint64_t)__ldcg((const unsigned long long*)p.best + (uint64_t)r * p.n + i));
+  for (uint32_t i = lane; i < p.n; i += 32) best = max(best, (uint64_t)__ldcg((const unsigned long long*)p.best + (uint64_t)r * p.n + i));
 #pragma unroll
-    for (int o = 16; o; o >>= 1) best = max(best, (uint64_t)__shfl_xor_sync(~0u, (unsigned long long)best, o));
-    if (lane == 0) {
-      const uint32_t row = ~(uint32_t)best, id = best == 0 ? ~0u : p.ids ? p.ids[row] : row;
-      p.picked[r] = p.host[r] = id;
-      __threadfence_system();
-    }
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) *(volatile uint32_t*)p.done = number;
+  for (int o = 16; o; o >>= 1) best = max(best, (uint64_t)__shfl_xor_sync(~0u, (unsigned long long)best, o));
+  if (lane) return;
+  const uint32_t row = ~(uint32_t)best, id = best == 0 ? ~0u : p.ids ? p.ids[row] : row;
+  tell(p.host, r, id, number);
+  p.picked[r] = id;
 }
 
 NINFER_KERNEL(sizes, SizesParams, 32, 1) {
