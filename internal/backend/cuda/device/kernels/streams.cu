@@ -66,21 +66,20 @@ NINFER_KERNEL(begin_armed, GatherParams, 256, 1) {
     const uint32_t number = __ldcg((const uint32_t*)p.out) + 1;
     uint64_t begun, now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begun));
-    uint4 v;
+    uint64_t v;  // the number of a launch, behind which the host has written all else, and of one that does not come
     for (;;) {
-      v = host16(p.list);
-      if (v.x == number || v.y == number) break;
+      asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p.list) : "memory");
+      if ((uint32_t)v == number || v >> 32 == number) break;
       asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
       if (now - begun < 250000000ull) continue;
       volatile uint32_t* words = (volatile uint32_t*)p.list;
       words[2] = number;
       __threadfence_system();
-      v = host16(p.list);
-      words[3] = v.x == number ? number : ~number;
+      asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p.list) : "memory");
+      words[3] = (uint32_t)v == number ? number : ~number;
       break;
     }
-    comes = v.x == number && v.y != number;
-    __threadfence_system();
+    comes = (uint32_t)v == number && v >> 32 != number;
   }
   __syncthreads();
   if (comes) from_host(p.list, p.out, p.width);
