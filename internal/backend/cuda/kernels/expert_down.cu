@@ -185,13 +185,13 @@ NINFER_KERNEL(expert_down, ExpertDownParams, kDownThreads, 2) {
   STAMP(6)
   if (mine) {
     float suma = 0, sumb = 0;
+    uint4 x0 = zero, x1 = zero, x2 = zero, x3 = zero;  // stay zero in idle lanes
 #pragma unroll 1
     for (uint32_t d = odd; d < p.topk; d += 2) {
       mbar_wait(bars + 8 * d, 0);
       const uint4 u = lds128(from), v = lds128(from + beside);
       const float2 fa = e4m3x2_f32(lds16(from + 512 - 14 * lane)), fb = e4m3x2_f32(lds16(from + beside + 512 - 14 * lane));
       const float f = factor[d];
-      uint4 x0 = zero, x1 = zero, x2 = zero, x3 = zero;
       if (live) x0 = lds128(xp), x1 = lds128(xp + 16), x2 = lds128(xp + 128), x3 = lds128(xp + 144);
       float acc[4], va, vb;
       multiply_plain(acc, make_uint2(u.x, u.y), make_uint2(v.x, v.y), x0, x1);
