@@ -180,9 +180,9 @@ func (d *Device) Attended(a Attention) ([]byte, error) {
 	pairs := tiles(a.Ld, attendPair)
 	p := kernels.AttendGroupParams{Heads: uint32(a.Heads), Kv: uint32(a.KV), ListLd: uint32(a.Ld), Pairs: uint32(pairs)}
 	m := kernels.MergeGroupParams{Heads: p.Heads, Pairs: p.Pairs}
-	attend, shared := kernels.AttendPairs, uint32(kernels.AttendShared)
+	attend, shared := kernels.AttendPairs, uint32(2*kernels.AttendTile)
 	if a.KeyScales != nil {
-		attend, shared = kernels.AttendPairsFp8, 0
+		attend, shared = kernels.AttendPairsFp8, kernels.AttendTile
 	}
 	out := make([]byte, 2*a.Rows*a.Heads*256)
 	err := d.placed("attend", map[*driver.Ptr][]byte{

@@ -412,9 +412,9 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 	beside := scores && !d.opt.Plain && w.IndexDim == 128 && w.IndexHeads == 4 && w.HeadDim == 256 && w.Rotary.Dim == 64
 	pairs := tiles(longest, attendPair)
 	grouped := !d.opt.Plain && w.HeadDim == 256 && w.Heads/w.KVHeads <= 16 && pairs <= mostPairs
-	attendPairs, attendShared := kernels.AttendPairs, uint32(kernels.AttendShared)
+	attendPairs, attendShared := kernels.AttendPairs, uint32(2*kernels.AttendTile)
 	if fp8 {
-		attendPairs, attendShared = kernels.AttendPairsFp8, 0
+		attendPairs, attendShared = kernels.AttendPairsFp8, kernels.AttendTile
 	}
 	var group kernels.AttendGroupParams
 	var join kernels.MergeGroupParams

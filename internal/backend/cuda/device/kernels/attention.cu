@@ -164,21 +164,15 @@ DEVICE void list_block(uint32_t* list, const SelectParams& p, const uint32_t* pa
   for (uint32_t j = 0; j < p.ratio; j++) list[j] = whole ? id + j : token_row(pages, block * p.ratio + j);
 }
 
-// Calls do(i, e) for each of at most KEYS keys that is taken, number e of them; mask is zero behind the last.
-template <uint32_t KEYS, class Do>
-DEVICE void list_taken(const uint32_t* mask, uint32_t valid, Do todo) {
-  constexpr uint32_t kWords = KEYS / 1024;
+// Calls todo(i, e) for each key that is taken, number e of them; mask is zero behind the last, up to a multiple of 32 words.
+template <class Do>
+DEVICE void list_taken(const uint32_t* mask, uint32_t valid, uint32_t before, Do todo) {
   const uint32_t t = threadIdx.x, lane = t % 32;
-  uint32_t have[kWords];  // words a lane
-#pragma unroll
-  for (uint32_t j = 0; j < kWords; j++) have[j] = __popc(mask[j * 32 + lane]);
 #pragma unroll 1
   for (uint32_t i = t; i - lane < valid; i += kSelect) {
-    const uint32_t votes = mask[i / 32];
-    uint32_t e = 0;
-#pragma unroll
-    for (uint32_t j = 0; j < kWords; j++) e += j * 32 + lane < i / 32 ? have[j] : 0;
-    e = __reduce_add_sync(~0u, e) + __popc(votes & ((1u << lane) - 1));
+    const uint32_t votes = mask[i / 32], have = __popc(mask[i / kSelect * 32 + lane]);  // of a word a lane
+    const uint32_t e = before + __reduce_add_sync(~0u, lane < t / 32 ? have : 0) + __popc(votes & ((1u << lane) - 1));
+    before += __reduce_add_sync(~0u, have);
     if (votes >> lane & 1) todo(i, e);
   }
 }
@@ -199,12 +193,15 @@ NINFER_KERNEL(select_blocks, SelectParams, kSelect, 1) {
   }
   const bool four = p.ratio == 4;
   const uint32_t taken = p.most * p.ratio, tail = visible - n * p.ratio, end = t < tail ? token_row(pages, n * p.ratio + t) : 0;
-  if (four && t <= (n * 4 - 1) / kPage) room.pages[t] = pages[t];
+  const bool looks = four && t <= (n * 4 - 1) / kPage;
+  uint32_t page;
+  if (looks) page = pages[t];
   if (t < kBins / 4) *(uint4*)(room.bins + 4 * t) = make_uint4(0, 0, 0, 0);
   if (t < kSegment / 32) room.mask[t] = 0;
   if (t == 0) room.n = 0;
   const float* scores = p.scores + (uint64_t)r * p.blocks;
   pdl();
+  if (looks) room.pages[t] = page;
   uint32_t high = 0;
   float score[kSegment / kSelect];
 #pragma unroll
@@ -217,7 +214,7 @@ NINFER_KERNEL(select_blocks, SelectParams, kSelect, 1) {
       room.key[t + i * kSelect] = key, high = max(high, key);
     }
   choose(room, n, p.most, high);
-  list_taken<kSegment>(room.mask, n, [&](uint32_t i, uint32_t e) {
+  list_taken(room.mask, n, 0, [&](uint32_t i, uint32_t e) {
     if (four) {
       const uint32_t id = room.pages[i * 4 / kPage] * kPage + i * 4 % kPage;
       *(uint4*)(list + e * 4) = make_uint4(id, id + 1, id + 2, id + 3);
@@ -232,17 +229,25 @@ NINFER_KERNEL(select_blocks, SelectParams, kSelect, 1) {
 // A selection from many blocks of tokens: eight blocks of a cluster share a row's scores.
 static constexpr uint32_t kShare = 8, kShareKeys = 8192, kShareNear = 64;
 
+// The bin that has the last key to be taken: how many of its keys are to be taken, how many it has (0: it is in no bin), and of those of blocks before this
+// one how many are in larger bins, and in this.
+struct Found {
+  uint32_t bin, need, count, before, ahead;
+};
+
 struct ShareRoom {
   __align__(16) uint32_t key[kShareKeys];
   __align__(16) uint32_t bins[kBins];
   __align__(16) uint32_t groups[kShare][kBins / 32];  // keys in 32 bins each, of all blocks
-  uint32_t fine[kShare][32];                          // of the bins of one group
+  uint32_t fine[kShare][32];                          // of the bins of one group, from the largest on
+  Found found;
   uint2 near[kShareNear];
   uint32_t mask[kShareKeys / 32];
   uint32_t high[kShare], sums[2][kShare], scan[kSelect / 32], n, earlier;
   uint32_t pages[kShareKeys * 4 / kPage];
 };
 
+DEVICE void share_few() { asm volatile("barrier.sync 1, 256;" ::: "memory"); }  // of the first eight warps
 DEVICE void share_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 DEVICE void share_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 DEVICE uint32_t there(const void* mine, uint32_t rank) {
@@ -309,7 +314,12 @@ __device__ __noinline__ uint32_t share_slowly(ShareRoom& room, uint32_t rank, ui
 }
 
 extern "C" __global__ void __cluster_dims__(kShare, 1, 1) select_shared(const __grid_constant__ SelectParams p);
-NINFER_KERNEL(select_shared, SelectParams, kSelect, 1) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 1000
+static constexpr int kShareBlocks = 2;  // in few registers, so that a block finds room beside one of prep_score
+#else
+static constexpr int kShareBlocks = 1;
+#endif
+NINFER_KERNEL(select_shared, SelectParams, kSelect, kShareBlocks) {
   __shared__ ShareRoom room;
   const uint32_t r = blockIdx.y, rank = blockIdx.x, t = threadIdx.x, warp = t / 32, lane = t % 32;
   const Row row = p.rows[r];
@@ -328,12 +338,15 @@ NINFER_KERNEL(select_shared, SelectParams, kSelect, 1) {
   const bool four = p.ratio == 4;
   const uint32_t tail = visible - n * p.ratio, end = t < tail ? token_row(pages, n * p.ratio + t) : 0;
   const uint32_t per = (n + kShare * 128 - 1) / (kShare * 128) * 128, from = min(n, rank * per), valid = min(n - from, per);
-  if (four && t < (valid * 4 + kPage - 1) / kPage) room.pages[t] = pages[from * 4 / kPage + t];
+  const bool looks = four && t < (valid * 4 + kPage - 1) / kPage;
+  uint32_t page;
+  if (looks) page = pages[from * 4 / kPage + t];
   if (t < kBins / 4) *(uint4*)(room.bins + 4 * t) = make_uint4(0, 0, 0, 0);
   if (t < kShareKeys / 32) room.mask[t] = 0;
   if (t == 0) room.n = room.earlier = 0;
   const float* scores = p.scores + (uint64_t)r * p.blocks + from;
   pdl();
+  if (looks) room.pages[t] = page;
   uint32_t high = 0;
 #pragma unroll 1
   for (uint32_t at = t * 4; at < valid; at += 4 * kSelect) {
@@ -374,56 +387,64 @@ NINFER_KERNEL(select_shared, SelectParams, kSelect, 1) {
     }
     share_arrive();
     share_wait();
-    // From the largest on: the group, two a lane.
-    const uint32_t at = 62 - 2 * lane;
-    uint32_t own[2] = {0, 0}, mine[2] = {0, 0};  // of all blocks, of those before this one
-#pragma unroll
-    for (uint32_t i = 0; i < kShare; i++) {
-      const uint2 v = *(const uint2*)&room.groups[i][at];
-      own[0] += v.y, own[1] += v.x;
-      if (i < rank) mine[0] += v.y, mine[1] += v.x;
-    }
-    uint32_t sum = own[0] + own[1];
-#pragma unroll
-    for (int o = 1; o < 32; o <<= 1) {
-      const uint32_t other = __shfl_up_sync(~0u, sum, o);
-      if (lane >= o) sum += other;
-    }
-    uint32_t above = sum - own[0] - own[1];
-    const uint32_t reach = __ballot_sync(~0u, sum >= need);
-    if (reach) {
-      const uint32_t who = __ffs(reach) - 1;
-      const bool second = above + own[0] < need;
-      const uint32_t group = __shfl_sync(~0u, second ? at : at + 1, who);
-      above = __shfl_sync(~0u, second ? above + own[0] : above, who);
-      before += __reduce_add_sync(~0u, (at + 1 > group ? mine[0] : 0) + (at > group ? mine[1] : 0));
-      if (warp < kShare) room.fine[warp][lane] = get(there(room.bins + group * 32 + lane, warp));
-      __syncthreads();
-      uint32_t total = 0, prior = 0;  // of bin 31 - lane of the group
+    // From the largest on, by as few warps as can be: the group, two a lane, then the bin of it.
+    if (warp < kShare) {
+      const uint32_t at = 62 - 2 * lane;
+      uint32_t own[2] = {0, 0}, mine[2] = {0, 0};  // of all blocks, of those before this one
 #pragma unroll
       for (uint32_t i = 0; i < kShare; i++) {
-        const uint32_t v = room.fine[i][31 - lane];
-        total += v;
-        if (i < rank) prior += v;
+        const uint2 v = *(const uint2*)&room.groups[i][at];
+        own[0] += v.y, own[1] += v.x;
+        if (i < rank) mine[0] += v.y, mine[1] += v.x;
       }
-      uint32_t through = total;
+      uint32_t sum = own[0] + own[1];
 #pragma unroll
       for (int o = 1; o < 32; o <<= 1) {
-        const uint32_t other = __shfl_up_sync(~0u, through, o);
-        if (lane >= o) through += other;
+        const uint32_t other = __shfl_up_sync(~0u, sum, o);
+        if (lane >= o) sum += other;
       }
-      const uint32_t bin = __ffs(__ballot_sync(~0u, above + through >= need)) - 1;
-      count = __shfl_sync(~0u, total, bin);
-      need -= above + __shfl_sync(~0u, through - total, bin);
-      before += __reduce_add_sync(~0u, lane < bin ? prior : 0);
-      ahead = __shfl_sync(~0u, prior, bin);
-      window.narrow(group * 32 + 31 - bin);
+      uint32_t above = sum - own[0] - own[1];
+      const uint32_t reach = __ballot_sync(~0u, sum >= need);
+      if (reach) {
+        const uint32_t who = __ffs(reach) - 1;
+        const bool second = above + own[0] < need;
+        const uint32_t group = __shfl_sync(~0u, second ? at : at + 1, who);
+        room.fine[warp][lane] = get(there(room.bins + group * 32 + 31 - lane, warp));
+        above = __shfl_sync(~0u, second ? above + own[0] : above, who);
+        uint32_t prior = __reduce_add_sync(~0u, (at + 1 > group ? mine[0] : 0) + (at > group ? mine[1] : 0));
+        share_few();
+        if (warp == 0) {
+          uint32_t total = 0, own_prior = 0;  // of bin 31 - lane of the group
+#pragma unroll
+          for (uint32_t i = 0; i < kShare; i++) {
+            const uint32_t v = room.fine[i][lane];
+            total += v;
+            if (i < rank) own_prior += v;
+          }
+          uint32_t through = total;
+#pragma unroll
+          for (int o = 1; o < 32; o <<= 1) {
+            const uint32_t other = __shfl_up_sync(~0u, through, o);
+            if (lane >= o) through += other;
+          }
+          const uint32_t bin = __ffs(__ballot_sync(~0u, above + through >= need)) - 1;
+          prior += __reduce_add_sync(~0u, lane < bin ? own_prior : 0);
+          if (lane == bin) room.found = {group * 32 + 31 - bin, need - above - (through - total), total, prior, own_prior};
+        }
+      } else if (warp == 0) {  // all of the window is taken
+        const uint32_t prior = __reduce_add_sync(~0u, mine[0] + mine[1]);
+        if (lane == 31) room.found = {0, need - sum, 0, prior, 0};
+      }
+    }
+    __syncthreads();
+    const Found found = room.found;
+    need = found.need, count = found.count, before += found.before, ahead = found.ahead;
+    if (count) {
+      window.narrow(found.bin);
       if (need == count || count <= kShareNear) break;
       slow = shift == 0;
       if (slow) break;
-    } else {  // all of the window is taken
-      need -= __shfl_sync(~0u, sum, 31);
-      before += __reduce_add_sync(~0u, mine[0] + mine[1]);
+    } else {
       window.lower();
     }
     share_arrive();  // nobody looks at these bins any more
@@ -472,8 +493,7 @@ NINFER_KERNEL(select_shared, SelectParams, kSelect, 1) {
   }
   __syncthreads();
   before += room.earlier;
-  list_taken<kShareKeys>(room.mask, valid, [&](uint32_t i, uint32_t e) {
-    e += before;
+  list_taken(room.mask, valid, before, [&](uint32_t i, uint32_t e) {
     if (four) {
       const uint32_t id = room.pages[i * 4 / kPage] * kPage + i * 4 % kPage;
       *(uint4*)(list + e * 4) = make_uint4(id, id + 1, id + 2, id + 3);
@@ -484,10 +504,14 @@ NINFER_KERNEL(select_shared, SelectParams, kSelect, 1) {
   if (rank == 0 && t < tail) list[p.most * p.ratio + t] = end;
   if (rank == 0 && t == 0) p.count[r] = p.most * p.ratio + tail;
 }
+
 static constexpr int kGroup = 256;
 static constexpr uint32_t kKeys = 32;            // tokens at a time
-static constexpr uint32_t kPitch = 256 * 2 + 16;     // bytes of a row in shared memory
-static constexpr uint32_t kKeyPitch = 256 * 2 + 64;  // of a key: two next to each other are in other banks
+static constexpr uint32_t kPitch = 256 * 2 + 16;  // bytes of a query in shared memory
+static constexpr uint32_t kTile = 2 * kKeys * 512;  // keys or values of a pair: a row's pieces of 16 bytes in another order in each of eight rows
+
+// What the number of a piece of row i is changed by: eight rows' same pieces are in eight banks, and so are four next to each other of two rows.
+DEVICE uint32_t turned_chunk(uint32_t i) { return (i & 1) << 2 | i >> 1; }
 
 DEVICE void tensor_bf16(float* acc, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -530,9 +554,13 @@ DEVICE float joined(const Join& j, float a, float b) { return fmaf(j.b, b, __fmu
 template <bool F8>
 DEVICE void attend_pairs_for(const AttendGroupParams& p) {
   constexpr int kTiles = 4;  // of eight columns, of a warp
-  __shared__ __align__(16) uint8_t query[16 * kPitch], value[2 * kKeys * kPitch], weights[2][2][16][kKeys * 2 + 16];
+  __shared__ __align__(16) uint8_t query[16 * kPitch];
+  typedef uint8_t Weights[2][16][kKeys * 2 + 16];
+  Weights* weights = (Weights*)query;  // of both units, when the queries have been read
+  static_assert(2 * sizeof(Weights) <= sizeof(query));
   __shared__ float most[2][4][16], total[2][4][16];
-  extern __shared__ __align__(16) uint8_t tile[];  // of BF16: keys
+  extern __shared__ __align__(128) uint8_t value[];  // values, and of BF16 the keys behind them
+  uint8_t* tile = value + kTile;
   const uint32_t kvh = blockIdx.x, r = blockIdx.y, t = threadIdx.x, warp = t / 32, lane = t % 32, g = lane / 4, q4 = lane % 4, unit = warp / 4;
   const uint32_t group = p.heads / p.kv, begin = blockIdx.z * 2 * kKeys;
   const uint32_t* list = p.list + (uint64_t)r * p.list_ld;
@@ -547,7 +575,7 @@ DEVICE void attend_pairs_for(const AttendGroupParams& p) {
   const uint32_t of_key = __ldcg(list + min(begin + warp * 8 + g, p.list_ld - 1));
   const uint32_t of_value = F8 ? __ldcg(list + min(begin + t / 4, p.list_ld - 1)) : 0;
   if (begin >= n) return;  // the merge knows as well
-  constexpr int kChunks = F8 ? 4 : 8;  // of 64 bytes of a key
+  constexpr int kChunks = F8 ? 4 : 8, kRoll = F8 ? 4 : 2;  // of 64 bytes of a key
   uint4 key[F8 ? kChunks : 1], v8[kChunks];
   float ks = 0.0f, vs = 0.0f;
   if (F8) {
@@ -560,21 +588,19 @@ DEVICE void attend_pairs_for(const AttendGroupParams& p) {
 #pragma unroll
     for (int i = 0; i < kChunks; i++) v8[i] = on ? *(const uint4*)(from + 64 * i) : make_uint4(0, 0, 0, 0);
   } else {
-    // Keys, of which a warp reads its own only, then values: a row at a time, whole lines.
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const uint64_t line = (uint64_t)__shfl_sync(~0u, of_key, 4 * i) * p.kv + kvh;
-      const bool on = begin + warp * 8 + i < n;
-      copy16(tile + (warp * 8 + i) * kKeyPitch + lane * 16, (const uint8_t*)p.keys + (on ? line * 512 + lane * 16 : 0), on);
+    // Keys, of which a warp reads its own only, then values: a row at a time, whole lines. In few instructions, since they are new to the SM.
+#pragma unroll 1
+    for (int half = 0; half < 2; half++) {
+      const uint8_t* plane = (const uint8_t*)(half ? p.values : p.keys) + lane * 16;
+      uint8_t* to = (half ? value : tile) + warp * 8 * 512;
+#pragma unroll 1
+      for (int i = 0; i < 8; i++) {
+        const uint32_t row = __shfl_sync(~0u, of_key, 4 * i);
+        const bool on = begin + warp * 8 + i < n;
+        copy16(to + i * 512 + (lane ^ turned_chunk(i)) * 16, plane + ((uint64_t)(on ? row : 0) * p.kv + kvh) * 512, on);
+      }
+      asm volatile("cp.async.commit_group;" ::: "memory");
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const uint64_t line = (uint64_t)__shfl_sync(~0u, of_key, 4 * i) * p.kv + kvh;
-      const bool on = begin + warp * 8 + i < n;
-      copy16(value + (warp * 8 + i) * kPitch + lane * 16, (const uint8_t*)p.values + (on ? line * 512 + lane * 16 : 0), on);
-    }
-    asm volatile("cp.async.commit_group;" ::: "memory");
   }
   __syncthreads();  // the queries are there
   if (!F8) {
@@ -584,9 +610,9 @@ DEVICE void attend_pairs_for(const AttendGroupParams& p) {
   float s[4][4];
 #pragma unroll
   for (int c = 0; c < 4; c++) s[c][0] = s[c][1] = s[c][2] = s[c][3] = 0.0f;
-#pragma unroll
+#pragma unroll kRoll
   for (int c = 0; c < kChunks; c++) {
-    const uint4 own = F8 ? key[F8 ? c : 0] : *(const uint4*)(tile + (warp * 8 + g) * kKeyPitch + c * 64 + q4 * 16);
+    const uint4 own = F8 ? key[F8 ? c : 0] : *(const uint4*)(tile + (warp * 8 + g) * 512 + (c * 4 + q4 ^ turned_chunk(g)) * 16);
     uint32_t k[8] = {own.x, own.y, own.z, own.w, 0, 0, 0, 0};
     if (F8) codes_to_bf16(own, k);
 #pragma unroll
@@ -622,9 +648,10 @@ DEVICE void attend_pairs_for(const AttendGroupParams& p) {
     for (int i = 0; i < kChunks; i++) {
       uint32_t w[8];
       codes_to_bf16(v8[i], w);
-      uint8_t* to = value + t / 4 * kPitch + (t % 4 + 4 * i) * 32;
-      *(uint4*)to = make_uint4(w[0], w[1], w[2], w[3]);
-      *(uint4*)(to + 16) = make_uint4(w[4], w[5], w[6], w[7]);
+      uint8_t* to = value + t / 4 * 512;
+      const uint32_t chunk = (t % 4 + 4 * i) * 2 ^ turned_chunk(t / 4 % 8);
+      *(uint4*)(to + chunk * 16) = make_uint4(w[0], w[1], w[2], w[3]);
+      *(uint4*)(to + (chunk ^ 1) * 16) = make_uint4(w[4], w[5], w[6], w[7]);
     }
   }
   __syncthreads();
@@ -654,7 +681,7 @@ DEVICE void attend_pairs_for(const AttendGroupParams& p) {
   for (int u = 0; u < 2; u++) {
 #pragma unroll
     for (int i = 0; i < kTiles; i++) acc[u][i][0] = acc[u][i][1] = acc[u][i][2] = acc[u][i][3] = 0.0f;
-#pragma unroll
+#pragma unroll 1
     for (int kk = 0; kk < 2; kk++) {
       uint32_t a[2][4];
 #pragma unroll
@@ -667,7 +694,7 @@ DEVICE void attend_pairs_for(const AttendGroupParams& p) {
 #pragma unroll
       for (int j = 0; j < kTiles; j += 2) {
         const uint32_t from =
-            (uint32_t)__cvta_generic_to_shared(value) + (u * kKeys + kk * 16 + lane / 8 % 2 * 8 + lane % 8) * kPitch + (warp * 32 + j * 8 + lane / 16 * 8) * 2;
+            (uint32_t)__cvta_generic_to_shared(value) + (u * kKeys + kk * 16 + lane % 16) * 512 + (warp * 4 + j + lane / 16 ^ turned_chunk(lane % 8)) * 16;
         uint32_t b[4];
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(from) : "memory");
 #pragma unroll
@@ -695,7 +722,7 @@ DEVICE void attend_pairs_for(const AttendGroupParams& p) {
   }
 }
 
-NINFER_KERNEL(attend_pairs, AttendGroupParams, kGroup, 2) { attend_pairs_for<false>(p); }
+NINFER_KERNEL(attend_pairs, AttendGroupParams, kGroup, 3) { attend_pairs_for<false>(p); }
 NINFER_KERNEL(attend_pairs_fp8, AttendGroupParams, kGroup, 2) { attend_pairs_for<true>(p); }
 
 static constexpr int kMerge = 256;       // 64 columns of a head, each by four threads
@@ -742,6 +769,10 @@ NINFER_KERNEL(merge_pairs, MergeGroupParams, kMerge, 1) {
     v = fmaf(__shfl_sync(~0u, e[k], pair % 32), mine[i], v);
   }
   part[quarter][t % 64] = v;
+  // A warp has read 128 bytes of each of its pairs: nobody else will, so that they need not be written to memory when their place in L2 is wanted.
+  __syncwarp();
+  if (lane < kMine && quarter + 4 * lane < have)
+    asm volatile("discard.global.L2 [%0], 128;" ::"l"(p.partial + (from + quarter + 4 * lane) * 256 + (c - lane)) : "memory");
   if (p.trigger == 2) pdl_trigger();
   __syncthreads();
   if (quarter) return;

@@ -69,8 +69,8 @@ const (
 	PrepTile = PrepKeys * 256
 )
 
-// AttendShared is the shared memory that a block of AttendPairs asks for: keys of BF16.
-const AttendShared = 64 * 576
+// AttendTile is the shared memory that a block of AttendPairs asks for twice, for keys and for values, and one of AttendPairsFp8 once.
+const AttendTile = 64 * 512
 
 // DeltaHeadsShared is the shared memory of a block of delta_heads: half of a head's state, records, channels.
 const DeltaHeadsShared = 54 << 10

@@ -200,13 +200,44 @@ DEVICE void head_fp8(const float* x, uint8_t* codes, bf16* scale) {
   if (threadIdx.x % 32 == 0) *scale = word;
 }
 
+// Raw index keys of a block of four tokens but for the last one's, which is of this pass: what a lane has of them, as they are stored. Asked for before the
+// wait, those of tokens of this pass in vain.
+struct RawKeys {
+  uint16_t v[3][4];
+};
+DEVICE void ask_raw(RawKeys& raw, const PrepParams& p, const uint32_t* pages, uint32_t block) {
+  if (p.ratio != 4) return;
+  const uint16_t* from = (const uint16_t*)p.raw + token_row(pages, block * 4) * 128 + threadIdx.x % 32;
+#pragma unroll
+  for (uint32_t i = 0; i < 3; i++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) raw.v[i][j] = __ldcg(from + i * 128 + 32 * j);
+}
+
 // The index key of a complete block, its last token this row's or an older one's: x is what a lane has of it, from tokens in the planes or in rows of
 // this pass.
-DEVICE void block_key(const PrepParams& p, const Row& row, const uint32_t* pages, uint32_t block, const Angle& angle, const float* norm, float* x) {
-  const uint32_t r = blockIdx.y, lane = threadIdx.x % 32;
+DEVICE void block_key(const PrepParams& p, const Row& row, const uint32_t* pages, uint32_t block, const Angle& angle, const float* norm, RawKeys& raw, float* x) {
+  const uint32_t r = blockIdx.y, lane = threadIdx.x % 32, four = p.ratio == 4 ? 4 : 0;
 #pragma unroll
   for (int j = 0; j < 4; j++) x[j] = 0.0f;
-  for (uint32_t i = 0; i < p.ratio; i++) {
+  if (four) {
+    uint16_t now[4][4];
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++) {
+      const uint32_t back = row.at - block * 4 - i;
+      if (i == 3 || back <= row.index)
+#pragma unroll
+        for (int j = 0; j < 4; j++) now[i][j] = ((const uint16_t*)p.index)[((uint64_t)(r - back) * 5 + 4) * 128 + 32 * j + lane];
+      else
+#pragma unroll
+        for (int j = 0; j < 4; j++) now[i][j] = raw.v[i % 3][j];
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) x[j] += from_bf16(__ushort_as_bfloat16(now[i][j]));
+  }
+  for (uint32_t i = four; i < p.ratio; i++) {
     const uint32_t token = block * p.ratio + i, back = row.at - token;
     const bf16* from = back <= row.index ? p.index + ((uint64_t)(r - back) * 5 + 4) * 128 : p.raw + token_row(pages, token) * 128;
 #pragma unroll
@@ -276,7 +307,9 @@ DEVICE void prepare_warp(const PrepParams& p, uint32_t unit) {
   } else if (unit == p.heads + 2 * p.kv) {
     const bool whole = (row.at + 1) % p.ratio == 0;
     Angle angle = {};
+    RawKeys raw;
     if (whole) {
+      ask_raw(raw, p, pages, row.at / p.ratio);
       angle = block_angle(p, row, pages, row.at / p.ratio);
 #pragma unroll
       for (int j = 0; j < 4; j++) norm[j] = p.ik_norm[32 * j + lane];
@@ -286,7 +319,7 @@ DEVICE void prepare_warp(const PrepParams& p, uint32_t unit) {
     for (int j = 0; j < 4; j++) p.raw[token * 128 + 32 * j + lane] = p.index[((uint64_t)r * 5 + 4) * 128 + 32 * j + lane];
     if (lane < 3) p.positions[token * 3 + lane] = p.rows[r].pos[lane];
     if (!whole) return;
-    block_key(p, row, pages, row.at / p.ratio, angle, norm, x);
+    block_key(p, row, pages, row.at / p.ratio, angle, norm, raw, x);
     bf16* out = p.block_keys + Blocks(p.ratio).row(pages[row.at / kPage], row.at / p.ratio) * 128;
 #pragma unroll
     for (int j = 0; j < 4; j++) out[32 * j + lane] = to_bf16(x[j]);
@@ -469,6 +502,8 @@ DEVICE void score_new(const PrepParams& p, const ScoreParams& score, IndexQuerie
   const uint32_t* pages = p.pages + (uint64_t)row.slot * p.pages_ld;
   float norm[4];
   Angle angle = {};
+  RawKeys raw;
+  if (warp >= 4 && old + warp - 4 < n) ask_raw(raw, p, pages, old + warp - 4);
 #pragma unroll
   for (int j = 0; j < 4; j++) norm[j] = (warp < 4 ? p.iq_norm : p.ik_norm)[32 * j + lane];
   if (warp < 4) angle = angle_of(p.inverse, p.rows[r].pos);
@@ -476,9 +511,9 @@ DEVICE void score_new(const PrepParams& p, const ScoreParams& score, IndexQuerie
   pdl_wait();
   for (uint32_t first = old; first < n; first += 4) {
     if (warp >= 4 && first + warp - 4 < n) {
-      if (first > old) angle = block_angle(p, row, pages, first + warp - 4);
+      if (first > old) angle = block_angle(p, row, pages, first + warp - 4), ask_raw(raw, p, pages, first + warp - 4);
       float x[4];
-      block_key(p, row, pages, first + warp - 4, angle, norm, x);
+      block_key(p, row, pages, first + warp - 4, angle, norm, raw, x);
 #pragma unroll
       for (int j = 0; j < 4; j++) key[warp - 4][32 * j + lane] = to_bf16(x[j]);
     }
