@@ -290,13 +290,14 @@ func TestGemv(t *testing.T) {
 // Ties at BF16 go to the lowest id, ids past the valid ones never win, and the blocks' results merge.
 func TestArgmax(t *testing.T) {
 	withGPU(t, func(g *gpu) {
-		for _, f := range []Format{FormatBF16, FormatQ4} {
-			argmax(t, g, f, map[Format]int{FormatBF16: 128, FormatQ4: 512}[f])
+		argmax(t, g, FormatQ4, 512, Tuning{})
+		for _, v := range []Variant{Auto, Ten, Deep} {
+			argmax(t, g, FormatBF16, 128, Tuning{Variant: v})
 		}
 	})
 }
 
-func argmax(t *testing.T, g *gpu, f Format, k int) {
+func argmax(t *testing.T, g *gpu, f Format, k int, tuning Tuning) {
 	t.Helper()
 	const n, valid = 5000, 4990
 	rng := rand.New(rand.NewPCG(3, 4))
@@ -334,7 +335,7 @@ func argmax(t *testing.T, g *gpu, f Format, k int) {
 	m.decoded = nil
 	for r := 1; r <= *maxRows; r++ {
 		logits := g.Poisoned(4 * n * r)
-		plan, p, err := g.set.Limits.Gemv(f, uint32(r), uint32(k), []Part{m.part(g, logits, n, 0)}, 1, Tuning{})
+		plan, p, err := g.set.Limits.Gemv(f, uint32(r), uint32(k), []Part{m.part(g, logits, n, 0)}, 1, tuning)
 		g.Check(err)
 		bests, out := g.Poisoned(8*r*int(plan.Grid)), g.Poisoned(4*r)
 		p.X, p.XLd, p.Best, p.ValidRows = g.Upload(words), uint32(k), bests, valid

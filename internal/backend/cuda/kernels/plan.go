@@ -210,7 +210,7 @@ func (l Limits) gemv(f Format, r, k uint32, parts []Part, bf16From int, t Tuning
 		room = l.Half()
 	}
 	if v.warps == keptWarps {
-		most = 32 * v.warps
+		most = 64 * MaxRows // a thread adds up one or two columns
 	}
 	for p.Window = 64; ; p.Window /= 2 {
 		if p.Stages = 2; slab <= p.Window {

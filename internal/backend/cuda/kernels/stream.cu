@@ -7,8 +7,8 @@
 // Plan of a block (BF16, E4M3): a block owns a contiguous slab of rows (shares differ by at most one row). Each warp owns a run of k in
 // all rows and streams it through a FIFO of 1 KB asynchronous copies that are private to a lane, filled before the dependency wait:
 // no barrier while streaming. Weights are the A operand of m16n8k16, the activation rows its columns; the warps' sums are added in warp
-// order once a window of rows: no atomics, the same bits at every launch. Blocks of ten warps keep activations in registers. Q4: each warp owns rows,
-// with all of k.
+// order once a window of rows: no atomics, the same bits at every launch. Blocks of ten warps keep activations in registers; whole.cuh has a leaner way for
+// BF16 rows of the model's width. Q4: each warp owns rows, with all of k.
 //
 // What p.piece and p.stages mean for BF16 and E4M3: rows that each block of the first parts has, times 65,536, plus how many blocks have one more; and
 // the windows whose sums have places, one where a block has no more rows than that. What was measured: docs/kernels.md; the way there: docs/ladders.md.
@@ -21,6 +21,8 @@ enum { FORMAT_BF16 = 0, FORMAT_E4M3 = 1, FORMAT_Q4 = 2 };
 enum { PART_OUT_F32 = 1, PART_SCALE_F32 = 2 };
 
 static constexpr int kTileRows = 16;
+
+#include "whole.cuh"
 
 // Bytes of a row that the four lanes of a row take at once, and the k positions in them.
 template <int F>
@@ -181,9 +183,9 @@ NINFER_DEVICE void run_slab(const GemvParams& p, uint32_t part0, uint32_t part1,
     else
       copy_next();
 
-  // In the epilogue a thread is one (column, window row). Row scales are weights and far away: asked for a window ahead, and kept as they are stored,
+  // In the epilogue a thread is one window row and one or two columns. Row scales are weights and far away: asked for a window ahead, and kept as they are stored,
   // since whatever were made of them here would be waited for here.
-  const uint32_t col = threadIdx.x >> (31 - __clz(window)), wrow = threadIdx.x & (window - 1);
+  const uint32_t places = 31 - __clz(window), cols = kWarps * 32 >> places, col = threadIdx.x >> places, wrow = threadIdx.x & (window - 1);
   uint32_t own_part = part0, own_base = 0;  // of the thread's row
   auto scale_of = [&](uint32_t row) -> uint32_t {
     if (col >= p.r || row >= walk.end) return 0;
@@ -265,7 +267,7 @@ NINFER_DEVICE void run_slab(const GemvParams& p, uint32_t part0, uint32_t part1,
 
   const bool live = g < p.r;
   const uint32_t xlane = xs + g * x_pitch + chunk0 * ks * 2 + t * (ks / 2);
-  uint64_t best = 0;
+  uint64_t best[2] = {};
   uint32_t slot = 0, buffer = 0, start = slab0, filled = 0, first, n;  // window: rows [start, start + filled) are summed
   bool more = walk.next(p, first, n);
   while (more) {
@@ -330,24 +332,29 @@ NINFER_DEVICE void run_slab(const GemvParams& p, uint32_t part0, uint32_t part1,
 
     __syncthreads();  // all warps' sums of the window are there; the other buffer is free, its readers have passed here too
     if (col < p.r && wrow < filled) {
-      const float* from = sums + buffer * kWarps * sum_stride + col * sum_pitch + wrow;
-      float v = 0;
-#pragma unroll
-      for (int w = 0; w < kWarps; w++) v += from[w * sum_stride];
-      const uint32_t row = start + wrow;
       const Part& part = p.part[own_part];
-      if (F == FORMAT_E4M3) v *= __uint_as_float(part.flags & PART_SCALE_F32 ? scale : scale << 16);
-      if (part.out) {
-        uint64_t o = (uint64_t)col * part.out_ld + row - own_base;
-        if (part.flags & PART_OUT_F32)
-          ((float*)part.out)[o] = v;
-        else
-          ((bf16*)part.out)[o] = __float2bfloat16_rn(v);
-      }
-      if (p.best && first_base + row < p.valid_rows) {
-        uint64_t key = (uint64_t)float_key(__bfloat162float(__float2bfloat16_rn(v))) << 32 | (0xffffffffu - (first_base + row));
-        if (key > best) best = key;
-      }
+      uint32_t c = col;
+#pragma unroll 1
+      do {
+        const float* from = sums + buffer * kWarps * sum_stride + c * sum_pitch + wrow;
+        float v = 0;
+#pragma unroll
+        for (int w = 0; w < kWarps; w++) v += from[w * sum_stride];
+        const uint32_t row = start + wrow;
+        if (F == FORMAT_E4M3) v *= __uint_as_float(part.flags & PART_SCALE_F32 ? scale : scale << 16);
+        if (part.out) {
+          uint64_t o = (uint64_t)c * part.out_ld + row - own_base;
+          if (part.flags & PART_OUT_F32)
+            ((float*)part.out)[o] = v;
+          else
+            ((bf16*)part.out)[o] = __float2bfloat16_rn(v);
+        }
+        if (p.best && first_base + row < p.valid_rows) {
+          const uint64_t key = (uint64_t)float_key(__bfloat162float(__float2bfloat16_rn(v))) << 32 | (0xffffffffu - (first_base + row));
+          best[0] = c == col ? max((unsigned long long)key, (unsigned long long)best[0]) : best[0];
+          best[1] = c == col ? best[1] : max((unsigned long long)key, (unsigned long long)best[1]);
+        }
+      } while ((c += cols) < p.r);
     }
     start += filled, filled = 0, buffer ^= 1;
     if (more) scale = scale_of(start + wrow);
@@ -359,12 +366,15 @@ NINFER_DEVICE void run_slab(const GemvParams& p, uint32_t part0, uint32_t part1,
   if (p.best) {
     __syncthreads();
     uint64_t* keys = (uint64_t*)smem;
-    if (col < p.r) keys[threadIdx.x] = best;
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      if (col + i * cols < p.r) keys[i * kWarps * 32 + threadIdx.x] = best[i];
     __syncthreads();
     if (threadIdx.x < p.r) {
-      best = 0;
-      for (uint32_t i = 0; i < window; i++) best = max((unsigned long long)best, (unsigned long long)keys[threadIdx.x * window + i]);
-      p.best[threadIdx.x * gridDim.x + blockIdx.x] = best;
+      const uint64_t* from = keys + threadIdx.x / cols * kWarps * 32 + threadIdx.x % cols * window;
+      uint64_t most = 0;
+      for (uint32_t i = 0; i < window; i++) most = max((unsigned long long)most, (unsigned long long)from[i]);
+      p.best[threadIdx.x * gridDim.x + blockIdx.x] = most;
     }
   }
 }
@@ -629,7 +639,12 @@ NINFER_DEVICE void run_groups(const GemvParams& p, uint32_t block, uint32_t bloc
 static constexpr int kThreads8 = 256;
 static constexpr int kThreads10 = 320;
 
-NINFER_KERNEL(gemv_bf16, GemvParams, kThreads10, 2) { run_slab<FORMAT_BF16, 10, 8>(p, 0, p.parts, blockIdx.x, gridDim.x); }
+NINFER_KERNEL(gemv_bf16, GemvParams, kThreads10, 2) {
+  if (__builtin_expect(p.k == 2560 && p.stages == 1 && p.window == 64 && !p.best, 1))
+    run_whole_bf16(p);
+  else
+    run_slab<FORMAT_BF16, 10, 8>(p, 0, p.parts, blockIdx.x, gridDim.x);
+}
 
 NINFER_KERNEL(gemv_e4m3, GemvParams, kThreads10, 2) {
   if (blockIdx.x < p.first_blocks)
