@@ -9,7 +9,8 @@
 // its weights come while it waits. Products are the tensor instruction's; what little precision its operands lack of FP32 is said where they are made.
 // Sums have a fixed order that does not depend on the number of rows, nor on how many weight rows a block has.
 //
-// With several rows L2 bounds: what every block reads, only one of a block's warps asks for, and hc_up_mix's blocks work in clusters.
+// L2 bounds: what every block reads, only one of a block's warps asks for, and hc_up_mix's blocks of several rows make a row's operand for each
+// other.
 //
 //   Shapes: H % 16 = 0 and at most 2560, L % 16 = 0 and at most 320, R = 1..8.
 //
@@ -52,24 +53,39 @@ NINFER_DEVICE uint32_t injected(uint32_t x, uint32_t y, float inject) { return p
 
 static constexpr float kEps = 1e-6f;
 
+// ---- clusters ----
+
+NINFER_DEVICE uint32_t cluster_rank() {
+  uint32_t r;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  return r;
+}
+// The same place of another block's shared memory.
+NINFER_DEVICE uint32_t in_block(uint32_t at, uint32_t rank) {
+  uint32_t r;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(at), "r"(rank));
+  return r;
+}
+// Stores a word in a block of the cluster and counts its bytes in that block's barrier.
+NINFER_DEVICE void send(uint32_t at, uint32_t v, uint32_t bar) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(at), "r"(v), "r"(bar) : "memory");
+}
+// Waits for what send announces.
+NINFER_DEVICE void mbar_wait_cluster(uint32_t bar, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finished;\n"
+      "bra again;\n"
+      "finished:\n"
+      "}\n" ::"r"(bar), "r"(parity) : "memory");
+}
 // ---- hc_down ----
 
 static constexpr int kDownWarps = 10;
 static constexpr int kDownThreads = 32 * kDownWarps;
-
-// For MOST activation rows at most: 1, 2, 4 or 8. A block has half of a stream's k of 32 weight rows, or with more activation rows a quarter of 64, of which each
-// slice of 128 k has a warp in either of two teams, that make its operand for each other; of up to four rows 16-bit weights gain nothing by that.
-template <bool FP8, uint32_t MOST>
-static constexpr uint32_t kTeams = MOST > (FP8 ? 2 : 4) ? 2 : 1;
-// APART: the sums have a place of their own, not one that weights had.
-template <uint32_t MOST, uint32_t TEAMS, bool APART>
-struct DownShared {
-  static constexpr uint32_t kSlices = kDownWarps / TEAMS;
-  float sums[APART ? kSlices : 1][MOST][32 * TEAMS + 4];  // of a slice; the last four are not used
-  float undo[kSlices][MOST];                              // what takes a slice's power of two back
-  float squares[kSlices][MOST];
-  float injects[MOST];
-};
 
 // The larger magnitude of each half; the signs mean nothing.
 NINFER_DEVICE uint32_t max_magnitude(uint32_t a, uint32_t b) {
@@ -77,8 +93,6 @@ NINFER_DEVICE uint32_t max_magnitude(uint32_t a, uint32_t b) {
   asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
-// Past L1 (R7).
-NINFER_DEVICE void copy_activations(uint32_t dst, const bf16* src) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory"); }
 NINFER_DEVICE uint2 ldg_l2_64(const void* p) {
   uint2 v;
   asm volatile("ld.global.cg.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
@@ -86,143 +100,128 @@ NINFER_DEVICE uint2 ldg_l2_64(const void* p) {
 }
 // The thread's arrival at a barrier when the copies that it has asked for are there.
 NINFER_DEVICE void mbar_arrive_copies(uint32_t bar) { asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory"); }
-// Adds up what all slices gave, five of them first, which are all of a quarter, times the scale.
-template <uint32_t SLICES>
+
+// Adds up what all slices of a half gave, times the scale, as hc_up_mix does with its quarters.
 NINFER_DEVICE float add_up(const float* v, uint32_t step, float scale) {
-  float s[SLICES / 5];
+  float s[2];
 #pragma unroll
-  for (uint32_t i = 0; i < SLICES; i++) s[i / 5] = i % 5 ? s[i / 5] + v[i * step] : v[i * step];
-  return SLICES > 5 ? __fadd_rn(__fmul_rn(s[0], scale), __fmul_rn(s[SLICES / 5 - 1], scale)) : s[0] * scale;
+  for (uint32_t i = 0; i < 10; i++) s[i / 5] = i % 5 ? s[i / 5] + v[i * step] : v[i * step];
+  return __fadd_rn(__fmul_rn(s[0], scale), __fmul_rn(s[1], scale));
+}
+NINFER_DEVICE float squares_of(uint32_t a, uint32_t b) {
+  const float f[4] = {bf16_lo(a), bf16_hi(a), bf16_lo(b), bf16_hi(b)};
+  return fmaf(f[3], f[3], fmaf(f[2], f[2], fmaf(f[1], f[1], f[0] * f[0])));
+}
+// The sum of 128 k, four a lane; every other 32 of them by themselves, which down_many has in two warps.
+NINFER_DEVICE float sum_of_slice(float v) {
+  v += __shfl_xor_sync(~0u, v, 16);
+#pragma unroll
+  for (int o = 4; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
+  return v + __shfl_xor_sync(~0u, v, 8);
+}
+static constexpr uint32_t kNone = 0x80008000;  // where there is no block output its values are -0, which change nothing, and its weight is 0
+
+// What a block of either has to do.
+struct DownShare {
+  uint32_t stream, k0, size;  // its k
+  uint32_t row0, n, most;     // its first weight row, how many it has, how many a block has at most
+};
+// PARTS: halves or quarters of a stream. The halves are multiples of sixteen k; of a short one there is no second quarter.
+template <uint32_t PARTS, bool INJECT>
+NINFER_DEVICE DownShare down_share(const HcDownParams& p, uint32_t part, uint32_t group) {
+  constexpr uint32_t kPart = 2560 / PARTS;
+  const uint32_t each = quotient(p.l, p.groups), more = p.l - each * p.groups;  // the shares of share_start
+  const uint32_t longer = (p.h / 2 + 15) & ~15u, half = part / (PARTS / 2) % 2, whole = half ? p.h - longer : longer, skip = PARTS == 4 ? part % 2 * kPart : 0;
+  DownShare s;
+  s.stream = part / PARTS, s.k0 = (half ? longer : 0) + skip, s.size = min(whole - min(skip, whole), kPart);
+  s.row0 = INJECT ? 0 : group * each + min(group, more), s.n = INJECT ? (p.inj_w ? 4 : 0) : each + (group < more), s.most = each + (more > 0);
+  return s;
 }
 
-// A number as a type, for a parameter.
-template <int N>
-struct Count {
-  static constexpr int value = N;
+// One or two activation rows (MOST).
+template <uint32_t MOST>
+struct DownShared {
+  float sums[kDownWarps][MOST][36];  // of a slice; 32 are used
+  float undo[kDownWarps][MOST];      // what takes a slice's power of two back
+  float squares[kDownWarps][MOST];
 };
 
-// Part of a stream's k of up to 32 weight rows, or 64 of two teams, or of its inject rows (INJECT). A warp's threads make the operands of four k each, in
-// shared memory, of all activation rows, or its team's; it multiplies 32 weight rows.
+// Half of a stream's k of up to 32 weight rows, or of its inject rows (INJECT). A warp has 128 k; its threads make the operands of four k each, in shared memory, of
+// all activation rows; it multiplies all weight rows.
 //
 // E4M3 weights are FP16 numbers, and so is their operand, times a power of two that brings the largest of the warp's below 2^15: 2^-11 of each value
 // is lost at most, where its BF16 result loses 2^-8. BF16 weights have two BF16 operands, high and low part, of which 2^-16 is lost.
 template <bool FP8, bool INJECT, uint32_t MOST>
-NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t part, uint32_t group, DownShared<MOST, kTeams<FP8, MOST>, !FP8 || MOST <= 2>& sh) {
-  constexpr bool HALF = FP8 && !INJECT, MANY = MOST > 2, SHORT = HALF && kTeams<FP8, MOST> > 1;
-  constexpr uint32_t TEAMS = kTeams<FP8, MOST>, kSlices = kDownWarps / TEAMS, kPart = 128 * kSlices, kRows = 32 * TEAMS;
+NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t part, uint32_t group, DownShared<MOST>& sh) {
+  constexpr bool HALF = FP8 && !INJECT;
+  constexpr uint32_t kPart = 1280;
   constexpr uint32_t kHalf = kPart + 32, kWhole = 2 * kPart + 64;  // bytes from a weight row to the next, apart in banks
   constexpr uint32_t bytes = HALF ? 1 : 2, pitch = HALF ? kHalf : kWhole, cell = 256 + 64;
-  constexpr uint32_t kPasses = HALF ? 1 : (MOST + 3) / 4;
   constexpr int kTiles = INJECT ? 1 : 2;  // of sixteen weight rows
-  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, team = warp % TEAMS, slice = warp / TEAMS;
-  const uint32_t stream = part / (2 * TEAMS), of_half = part % TEAMS * kPart;
-  // the shares of share_start
-  const uint32_t each = quotient(p.l, p.groups), more = p.l - each * p.groups;
-  const uint32_t row0 = INJECT ? 0 : group * each + min(group, more), n = INJECT ? (p.inj_w ? 4 : 0) : each + (group < more);
-  // The halves are multiples of sixteen k; of a short one there is no second quarter.
-  const uint32_t longer = (p.h / 2 + 15) & ~15u, second_half = part / TEAMS % 2, whole = second_half ? p.h - longer : longer;
-  const uint32_t k0 = (second_half ? longer : 0) + of_half, size = min(whole - min(of_half, whole), kPart);
-  constexpr uint32_t kParts = 8 * TEAMS;
+  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const auto [stream, k0, size, row0, n, most] = down_share<2, INJECT>(p, part, group);
   const uint32_t bar = smem_addr(smem), weights = bar + 128;
   STAMP_BEGIN(120 + FP8)
-  const bool idle = n == 0 || MANY && size == 0;  // a mixer, which injects nothing, or no k
+  // The blocks of a part share the writing of the rows, and the first has what is left.
+  const uint32_t writes = INJECT ? 0 : ((group < 8 ? 1u << group : 0) | (group == 0 && p.groups < p.r ? ~0u << p.groups : 0)) & ((1u << p.r) - 1);
   // The copies first: an instruction that is new to the SM takes some six clocks.
   const uint8_t* const stored = (const uint8_t*)(INJECT ? (const void*)p.inj_w : p.down) + (((uint64_t)row0 * 4 + stream) * p.h + k0) * bytes;
   if (threadIdx.x == 0) {
-    mbar_init(bar, SHORT ? kDownThreads : 1);
+    mbar_init(bar, 1);
     mbar_fence_init();
-    if (!SHORT) mbar_expect(bar, n * bytes * size);
-  }
-  if (SHORT && !idle) {  // many short pieces: bulk copies would take longer to ask for
-    constexpr uint32_t kPieces = bytes * kPart / 16, kAtOnce = kDownThreads / kPieces;
-    const uint64_t policy = policy_evict_first();
-    const uint32_t piece = threadIdx.x % kPieces * 16;
-    if (piece < bytes * size)
-      for (uint32_t i = threadIdx.x / kPieces; i < n; i += kAtOnce) copy16(weights + i * pitch + piece, stored + (uint64_t)i * 4 * p.h * bytes + piece, policy);
+    mbar_expect(bar, n * bytes * size);
   }
   __syncthreads();
-  if (SHORT) {
-    mbar_arrive_copies(bar);
-  } else if (lane == 0 && !idle) {
+  if (lane == 0)
     for (uint32_t i = warp; i < n; i += kDownWarps) bulk_load(weights + i * pitch, stored + (uint64_t)i * 4 * p.h * bytes, bytes * size, bar, policy_evict_first());
-  }
-  const uint32_t k = slice * 128 + lane * 4;
-  const bool mine = k < size;
-  // Behind the weights each slice of k has a cell for a row's streams, which becomes its operand or that one's high part, and one for its block
-  // output, which becomes the low part. Sums have the place of E4M3 weights that are in registers, behind the inject rows.
-  constexpr uint32_t kSums = 4 * kWhole, kWithSums = kSums + (MANY ? kSlices * MOST * (kRows + 4) * 4 : 0);
-  const uint32_t second = p.r * cell + (p.r % 2 ? 0 : 64), per_slice = HALF && !MANY ? p.r * cell : second + p.r * cell;
-  const uint32_t room_for = INJECT && FP8 ? kWithSums : FP8 ? max((each + (more > 0)) * pitch, kWithSums) : max((each + (more > 0)), 4) * pitch;
-  const uint32_t cells = weights + room_for + slice * per_slice;
-  float(*sums)[MOST][kRows + 4] = FP8 && MANY ? (float(*)[MOST][kRows + 4])(smem + 128 + kSums) : sh.sums;
-  // The blocks of a part share the writing of the rows, TEAMS each, and the first has what is left.
-  const uint32_t all = (1u << p.r) - 1, own = TEAMS * group, rest = TEAMS * p.groups;
-  const uint32_t writes = INJECT ? 0 : ((own < 8 ? ((1u << TEAMS) - 1) << own : 0) | (group == 0 && rest < p.r ? ~0u << rest : 0)) & all;
-  float* const partial = p.partial + part * (p.l + 4) + (INJECT ? p.l : 0) + row0;  // of the first activation row
-
-  if (idle) {
+  if (n == 0) {  // a mixer, which injects nothing
     if (p.trigger == 0) pdl_trigger();
     pdl_wait();
     if (p.trigger != 0) pdl_trigger();
-#pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < n * p.r; i += kDownThreads) partial[(uint64_t)(i / n) * kParts * (p.l + 4) + i % n] = 0;
-    if (threadIdx.x < MOST && writes >> threadIdx.x & 1) p.square[threadIdx.x * kParts + part] = 0;
     return;
   }
+  const uint32_t k = warp * 128 + lane * 4;
+  const bool mine = k < size;
+  // Behind the weights each slice of k has a cell for a row's operand, or its high part, and one for the low part.
+  const uint32_t second = p.r * cell + (p.r % 2 ? 0 : 64), per_slice = HALF ? p.r * cell : second + p.r * cell;
+  const uint32_t cells = weights + (INJECT && FP8 ? 4 * kWhole : FP8 ? max(most * kHalf, 4 * kWhole) : max(most, 4) * kWhole) + warp * per_slice;
   uint2 norm = make_uint2(0, 0);
   if (mine) norm = __ldg((const uint2*)(p.norm + (uint64_t)stream * p.h + k0 + k));
-  uint32_t scale = 0;
-  const uint32_t result = 32 * team + lane;  // the weight row whose sum the lane adds up
-  if (HALF && result < n) scale = scale_word(p.down_scale, p.scale_f32, row0 + result);
-  // With copies half of a warp's lanes ask for eight k of the streams, the others for those of the block output.
-  const uint32_t k8 = slice * 128 + lane % 16 * 8;
+  uint32_t scale = 0;  // of the weight row whose sum the lane adds up
+  if (HALF && lane < n) scale = scale_word(p.down_scale, p.scale_f32, row0 + lane);
   const bf16 *xs = p.x + (uint64_t)stream * p.h + k0 + k, *ys = p.y + k0 + k;
-  if (MANY) xs = (lane < 16 ? p.x + (uint64_t)stream * p.h : p.y) + k0 + k8;
-  const float* weight = p.inject + (MOST > 1 ? lane * 4 : 0) + stream;
-  made(xs), made(ys), made(weight);
+  made(xs), made(ys);
   const bool pending = p.y != nullptr;
   // As the first operand of the tensor instruction: rows g and g + 8 of a tile, eight k. Where a row is missing another is read, whose sums nobody reads; where k
   // ends the operand is zero.
-  const uint32_t first = min(slice * 128 + 8 * t, size - 8), room = size - 8 - first;
+  const uint32_t first = min(warp * 128 + 8 * t, size - 8), room = size - 8 - first;
   uint32_t at[2 * kTiles];
 #pragma unroll
-  for (int i = 0; i < 2 * kTiles; i++) at[i] = weights + min((INJECT ? 0 : 32 * team) + g + 8 * i, n - 1) * pitch + first * bytes, made(at[i]);
+  for (int i = 0; i < 2 * kTiles; i++) at[i] = weights + min(g + 8 * i, n - 1) * pitch + first * bytes, made(at[i]);
+  uint2 x[MOST], y[MOST];
+  uint32_t inject_bits[MOST];
+#pragma unroll
+  for (uint32_t r = 0; r < MOST; r++) {
+    x[r] = y[r] = make_uint2(kNone, kNone), inject_bits[r] = 0;
+    if (pending) {  // the streams and the weights are older than the block output, see HcDownParams
+      inject_bits[r] = __float_as_uint(ldg_l2_f32(p.inject + r * 4 + stream));
+      if (mine) x[r] = ldg_l2_64(xs + r * 4 * p.h);
+    }
+  }
   if (p.trigger == 0) pdl_trigger();
   STAMP(1)
   pdl_wait();
   if (p.trigger == 2) pdl_trigger();
   STAMP(2)
-  constexpr uint32_t kNone = 0x80008000;  // where there is no block output its values are -0, which change nothing, and its weight is 0
-  constexpr uint32_t kAhead = MANY ? 1 : MOST;
-  uint2 ahead_x[kAhead], ahead_y[kAhead];
-  float inject1 = 0;
-  if (MANY) {
-    const bool ask = k8 < size && (lane < 16 || pending);
-    const uint32_t to = cells + (lane < 16 ? 0 : second) + lane % 16 * 16, step = (lane < 16 ? 4 : 1) * p.h;
-    for (uint32_t r = team; r < p.r; r += TEAMS) {
-      if (ask)
-        copy_activations(to + r * cell, xs + r * step);
-      else
-        sts128(to + r * cell, make_uint4(kNone, kNone, kNone, kNone));
-      if (r == team + TEAMS || r == team && r + TEAMS >= p.r) copy_commit();
-    }
-    copy_commit();
-  } else {
 #pragma unroll
-    for (uint32_t r = 0; r < kAhead; r++) {
-      ahead_x[r] = ahead_y[r] = make_uint2(kNone, kNone);
-      if (mine) ahead_x[r] = ldg_l2_64(xs + r * 4 * p.h);
-      if (mine && pending) ahead_y[r] = ldg_l2_64(ys + r * p.h);
-    }
-    if (MOST == 1 && pending) inject1 = ldg_l2_f32(weight);
+  for (uint32_t r = 0; r < MOST; r++) {
+    if (mine && pending) y[r] = ldg_l2_64(ys + r * p.h);
+    if (mine && !pending) x[r] = ldg_l2_64(xs + r * 4 * p.h);
   }
-  // One place in L2 answers one warp at a time: what all blocks read, only one of a block's warps may ask for.
-  const bool asks = MOST > 1 && warp == kDownWarps - 1 && lane < p.r;
-  if (asks && pending) inject1 = ldg_l2_f32(weight);
   mbar_wait(bar, 0);
   // The first kEarly chunks of 32 k of a tile are in registers as operands before the activations come, and all others of E4M3 as stored.
   constexpr int kAll = 4 * kTiles;
-  constexpr int kEarly = HALF ? (MOST == 1 ? 3 : 1) : INJECT || MOST != 2 ? 4 : 5;
+  constexpr int kEarly = HALF ? (MOST == 1 ? 3 : 1) : INJECT || MOST == 1 ? 4 : 5;
   uint4 lo[kAll], hi[kAll];
   uint2 raw_lo[kAll], raw_hi[kAll];
   auto fetch = [&](int c) {
@@ -246,174 +245,400 @@ NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t part, uint32_t grou
   const float nf[4] = {bf16_lo(norm.x), bf16_hi(norm.x), bf16_lo(norm.y), bf16_hi(norm.y)};
   uint32_t highest = 0;  // less the exponent of a row's largest activation it is that of its power of two
   if (HALF) {
-    float most = 0;
+    float largest = 0;
 #pragma unroll
-    for (int i = 0; i < 4; i++) most = fmaxf(most, fabsf(1.0f + nf[i]));
-    highest = 394 - max(27u, __reduce_max_sync(~0u, __float_as_uint(most)) >> 23);  // what the norm takes away must not make the others overflow
+    for (int i = 0; i < 4; i++) largest = fmaxf(largest, fabsf(1.0f + nf[i]));
+    highest = 394 - max(27u, __reduce_max_sync(~0u, __float_as_uint(largest)) >> 23);  // what the norm takes away must not make the others overflow
   }
   STAMP(3)
-  if (asks) sh.injects[lane] = inject1;
-  if (MOST > 1) __syncthreads();
-  STAMP(4)
+#pragma unroll
+  for (uint32_t r = 0; r < MOST; r++) looked_at(inject_bits[r]), looked_at(x[r].x), looked_at(x[r].y);
   if (p.trigger == 1) pdl_trigger();
 
-  // N of the warp's rows from r on side by side: the operand. x becomes what the streams are then.
-  auto make = [&](uint32_t r, uint2* x, const uint2* y, const float* inject, auto count) {
-    constexpr int N = decltype(count)::value;
-    float v[N][4];
-    uint32_t power[N];
+  // The rows side by side: the operand. x becomes what the streams are then.
+  float v[MOST][4];
+  uint32_t power[MOST];
 #pragma unroll
-    for (int b = 0; b < N; b++) {
-      x[b] = make_uint2(injected(x[b].x, y[b].x, inject[b]), injected(x[b].y, y[b].y, inject[b]));
-      const uint32_t m = max_magnitude(x[b].x, x[b].y);
-      power[b] = max(m & 0x7fffu, m >> 16 & 0x7fffu);
-    }
-    if (HALF)
-#pragma unroll
-      for (int b = 0; b < N; b++) power[b] = max(1, min(253, (int)highest - (int)(__reduce_max_sync(~0u, power[b]) >> 7)));
-#pragma unroll
-    for (int b = 0; b < N; b++) {
-      uint2 z = x[b];
-      if (HALF) z.x = mul_bf162(z.x, power[b] * 0x00800080u), z.y = mul_bf162(z.y, power[b] * 0x00800080u);
-      v[b][0] = bf16_lo(z.x), v[b][1] = bf16_hi(z.x), v[b][2] = bf16_lo(z.y), v[b][3] = bf16_hi(z.y);
-#pragma unroll
-      for (int i = 0; i < 4; i++) v[b][i] = fmaf(v[b][i], nf[i], v[b][i]);
-    }
-#pragma unroll
-    for (int b = 0; b < N; b++) {
-      const uint32_t to = cells + (r + TEAMS * b) * cell + 8 * lane;
-      const float* f = v[b];
-      if (HALF) {
-        sts64(to, make_uint2(pack_f16(f[0], f[1]), pack_f16(f[2], f[3])));
-        if (lane == 0) sh.undo[slice][r + TEAMS * b] = __uint_as_float((254 - power[b]) << 23);
-      } else {
-        const uint32_t h0 = pack_bf16(f[0], f[1]), h1 = pack_bf16(f[2], f[3]);
-        sts64(to, make_uint2(h0, h1));
-        sts64(to + second, make_uint2(pack_bf16(f[0] - bf16_lo(h0), f[1] - bf16_hi(h0)), pack_bf16(f[2] - bf16_lo(h1), f[3] - bf16_hi(h1))));
-      }
-    }
-  };
-  auto write = [&](uint32_t r, uint2 x) {
-    if (mine && writes >> r & 1) *(uint2*)(p.x_out + ((uint64_t)r * 4 + stream) * p.h + k0 + k) = x;
-  };
-  auto squared = [&](uint2 x) {
-    const float f[4] = {bf16_lo(x.x), bf16_hi(x.x), bf16_lo(x.y), bf16_hi(x.y)};
-    return warp_sum(fmaf(f[3], f[3], fmaf(f[2], f[2], fmaf(f[1], f[1], f[0] * f[0]))));
-  };
-  float square[kAhead];
-  if (MANY) {
-    auto copied = [&](uint32_t r, auto count) {
-      constexpr int N = decltype(count)::value;
-      uint2 x[N], y[N];
-      float inject[N];
-#pragma unroll
-      for (int b = 0; b < N; b++) {
-        const uint32_t from = cells + (r + TEAMS * b) * cell + 8 * lane;
-        x[b] = lds64(from), y[b] = lds64(from + second), inject[b] = sh.injects[r + TEAMS * b];
-      }
-      __syncwarp();
-      make(r, x, y, inject, count);
-#pragma unroll
-      for (int b = 0; b < N; b++)
-        if (!INJECT && writes >> (r + TEAMS * b) & 1) {
-          write(r + TEAMS * b, x[b]);
-          const float sum = squared(x[b]);
-          if (lane == 0) sh.squares[slice][r + TEAMS * b] = sum;
-        }
-    };
-    copy_wait<1>(), __syncwarp();
-#pragma unroll 1
-    for (uint32_t r = team; r < p.r; r += 2 * TEAMS) {
-      if (r >= 2 * TEAMS) copy_wait<0>(), __syncwarp();
-      if (r + TEAMS < p.r)
-        copied(r, Count<2>{});
-      else
-        copied(r, Count<1>{});
-    }
-    if (TEAMS > 1)
-      named_sync(1 + slice, 32 * TEAMS);
-    else
-      __syncwarp();
-  } else {
-    float inject[kAhead];
-#pragma unroll
-    for (uint32_t r = 0; r < kAhead; r++) inject[r] = MOST == 1 ? inject1 : sh.injects[r];
-    make(0, ahead_x, ahead_y, inject, Count<kAhead>{});
-    if (!INJECT)
-#pragma unroll
-      for (uint32_t r = 0; r < kAhead; r++) write(r, ahead_x[r]);
-    __syncwarp();
-    if (!INJECT)  // beside the product, whoever writes
-#pragma unroll
-      for (uint32_t r = 0; r < kAhead; r++) square[r] = squared(ahead_x[r]);
+  for (uint32_t r = 0; r < MOST; r++) {
+    const float inject = __uint_as_float(inject_bits[r]);
+    x[r] = make_uint2(injected(x[r].x, y[r].x, inject), injected(x[r].y, y[r].y, inject));
+    const uint32_t m = max_magnitude(x[r].x, x[r].y);
+    power[r] = max(m & 0x7fffu, m >> 16 & 0x7fffu);
   }
-  STAMP(5)
+  if (HALF)
+#pragma unroll
+    for (uint32_t r = 0; r < MOST; r++) power[r] = max(1, min(253, (int)highest - (int)(__reduce_max_sync(~0u, power[r]) >> 7)));
+#pragma unroll
+  for (uint32_t r = 0; r < MOST; r++) {
+    uint2 z = x[r];
+    if (HALF) z.x = mul_bf162(z.x, power[r] * 0x00800080u), z.y = mul_bf162(z.y, power[r] * 0x00800080u);
+    v[r][0] = bf16_lo(z.x), v[r][1] = bf16_hi(z.x), v[r][2] = bf16_lo(z.y), v[r][3] = bf16_hi(z.y);
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[r][i] = fmaf(v[r][i], nf[i], v[r][i]);
+  }
+#pragma unroll
+  for (uint32_t r = 0; r < MOST; r++) {
+    const uint32_t to = cells + r * cell + 8 * lane;
+    const float* f = v[r];
+    if (HALF) {
+      sts64(to, make_uint2(pack_f16(f[0], f[1]), pack_f16(f[2], f[3])));
+      if (lane == 0) sh.undo[warp][r] = __uint_as_float((254 - power[r]) << 23);
+    } else {
+      const uint32_t h0 = pack_bf16(f[0], f[1]), h1 = pack_bf16(f[2], f[3]);
+      sts64(to, make_uint2(h0, h1));
+      sts64(to + second, make_uint2(pack_bf16(f[0] - bf16_lo(h0), f[1] - bf16_hi(h0)), pack_bf16(f[2] - bf16_lo(h1), f[3] - bf16_hi(h1))));
+    }
+  }
+  float square[MOST];
+#pragma unroll
+  for (uint32_t r = 0; r < MOST; r++)
+    if (!INJECT && mine && writes >> r & 1) *(uint2*)(p.x_out + ((uint64_t)r * 4 + stream) * p.h + k0 + k) = x[r];
+  __syncwarp();
+  if (!INJECT)  // beside the product, whoever writes
+#pragma unroll
+    for (uint32_t r = 0; r < MOST; r++) square[r] = sum_of_slice(squares_of(x[r].x, x[r].y));
+  STAMP(4)
   float undo[2] = {1, 1};  // of the lane's columns
   if (HALF)
 #pragma unroll
-    for (uint32_t i = 0; i < 2 && i < MOST; i++) undo[i] = sh.undo[slice][2 * t + i < MOST ? 2 * t + i : 0];
-#pragma unroll 1
-  for (uint32_t j = 0; j < kPasses; j++) {
-    if (!HALF && 4 * j >= p.r || INJECT && team > 0) break;
-    // a column's row: of BF16 each has two, high and low part
-    const uint32_t of = HALF ? (g < p.r ? g : 0) : min(4 * j + g / 2, p.r - 1), from = cells + of * cell + (HALF || g % 2 == 0 ? 0 : second) + 16 * t;
-    uint4 v[4];
+    for (uint32_t i = 0; i < 2 && i < MOST; i++) undo[i] = sh.undo[warp][2 * t + i < MOST ? 2 * t + i : 0];
+  // a column's row: of BF16 each has two, high and low part
+  const uint32_t of = HALF ? (g < MOST ? g : 0) : min(g / 2, MOST - 1), from = cells + of * cell + (HALF || g % 2 == 0 ? 0 : second) + 16 * t;
+  uint4 b[4];
 #pragma unroll
-    for (int c = 0; c < 4; c++) v[c] = lds128(from + 64 * c);
+  for (int c = 0; c < 4; c++) b[c] = lds128(from + 64 * c);
 #pragma unroll
-    for (int tile = 0; tile < kTiles; tile++) {
-      float acc[4][4] = {};
+  for (int tile = 0; tile < kTiles; tile++) {
+    float acc[4][4] = {};  // of every other 32 k, two each
 #pragma unroll
-      for (int c = 4 * tile; c < 4 * tile + 4; c++) {
-        if (!HALF && c >= kEarly) fetch(c);
-        if (c >= kEarly) convert(c);
-        float *even = acc[c % 2 * 2], *odd = acc[c % 2 * 2 + 1];
-        const uint4 b = v[c % 4];
-        if (HALF)
-          mma_f16(even, lo[c].x, hi[c].x, lo[c].y, hi[c].y, b.x, b.y), mma_f16(odd, lo[c].z, hi[c].z, lo[c].w, hi[c].w, b.z, b.w);
-        else
-          mma_bf16(even, lo[c].x, hi[c].x, lo[c].y, hi[c].y, b.x, b.y), mma_bf16(odd, lo[c].z, hi[c].z, lo[c].w, hi[c].w, b.z, b.w);
-      }
+    for (int c = 4 * tile; c < 4 * tile + 4; c++) {
+      if (!HALF && c >= kEarly) fetch(c);
+      if (c >= kEarly) convert(c);
+      float *even = acc[c % 2 * 2], *odd = acc[c % 2 * 2 + 1];
+      const uint4 v = b[c % 4];
+      if (HALF)
+        mma_f16(even, lo[c].x, hi[c].x, lo[c].y, hi[c].y, v.x, v.y), mma_f16(odd, lo[c].z, hi[c].z, lo[c].w, hi[c].w, v.z, v.w);
+      else
+        mma_bf16(even, lo[c].x, hi[c].x, lo[c].y, hi[c].y, v.x, v.y), mma_bf16(odd, lo[c].z, hi[c].z, lo[c].w, hi[c].w, v.z, v.w);
+    }
+    float(*to)[36] = sh.sums[warp];
+    const uint32_t i = 16 * tile + g;
+    if (HALF) {
       float s[4];
 #pragma unroll
-      for (int i = 0; i < 4; i++) s[i] = (acc[0][i] + acc[1][i]) + (acc[2][i] + acc[3][i]);
-      float(*to)[kRows + 4] = sums[slice];
-      const uint32_t i = 32 * team + 16 * tile + g;
-      if (HALF) {
-        if (2 * t < MOST) to[2 * t][i] = s[0] * undo[0], to[2 * t][i + 8] = s[2] * undo[0];
-        if (2 * t + 1 < MOST) to[2 * t + 1][i] = s[1] * undo[1], to[2 * t + 1][i + 8] = s[3] * undo[1];
-      } else if (4 * j + t < MOST) {
-        to[4 * j + t][i] = s[0] + s[1], to[4 * j + t][i + 8] = s[2] + s[3];
-      }
+      for (int j = 0; j < 4; j++) s[j] = (acc[0][j] + acc[1][j]) + (acc[2][j] + acc[3][j]);
+      if (2 * t < MOST) to[2 * t][i] = s[0] * undo[0], to[2 * t][i + 8] = s[2] * undo[0];
+      if (2 * t + 1 < MOST) to[2 * t + 1][i] = s[1] * undo[1], to[2 * t + 1][i + 8] = s[3] * undo[1];
+    } else if (t < MOST) {
+#pragma unroll
+      for (int j = 0; j < 4; j += 2)  // high and low part's
+        to[t][i + 4 * j] = ((acc[0][j] + acc[1][j]) + (acc[0][j + 1] + acc[1][j + 1])) + ((acc[2][j] + acc[3][j]) + (acc[2][j + 1] + acc[3][j + 1]));
     }
   }
-  if (!MANY && !INJECT && lane == 0)
+  if (!INJECT && lane == 0)
 #pragma unroll
-    for (uint32_t r = 0; r < kAhead; r++) sh.squares[warp][r] = square[r];
-  STAMP(6)
+    for (uint32_t r = 0; r < MOST; r++) sh.squares[warp][r] = square[r];
+  STAMP(5)
   __syncthreads();
-  STAMP(7)
-  constexpr uint32_t kRow = kRows + 4;
-#pragma unroll
-  for (uint32_t r = slice; r < MOST; r += kSlices)
-    if (r < p.r && result < n) {
-      const float s = HALF ? scale_value(scale, p.down_scale, p.scale_f32, row0 + result) : 1.0f;
-      partial[(uint64_t)r * kParts * (p.l + 4) + result] = add_up<kSlices>(&sums[0][r][result], MOST * kRow, s);
-    }
+  STAMP(6)
+  if (warp < MOST && lane < n) {
+    const float s = HALF ? scale_value(scale, p.down_scale, p.scale_f32, row0 + lane) : 1.0f;
+    p.partial[(uint64_t)(8 * warp + part) * (p.l + 4) + (INJECT ? p.l : row0) + lane] = add_up(&sh.sums[0][warp][lane], MOST * 36, s);
+  }
   const uint32_t q = kDownThreads - 1 - threadIdx.x;  // a row whose squares are here
-  if (!INJECT && q < p.r && writes >> q & 1) p.square[q * kParts + part] = add_up<kSlices>(&sh.squares[0][q], MOST, 1.0f);
-  STAMP(8)
+  if (q < MOST && writes >> q & 1) p.square[8 * q + part] = add_up(&sh.squares[0][q], MOST, 1.0f);
+  STAMP(7)
+}
+
+// Three activation rows and more: up to four (FEW), or eight.
+struct ManyShared {
+  float undo[kDownWarps / 2][8];  // what takes a row's power of two back
+  float squares[kDownWarps][8];
+  uint32_t most[kDownWarps][8];   // exponent of a row's largest magnitude
+  uint32_t highest[kDownWarps];   // and of 1 + w
+};
+
+// A quarter of a stream's k of up to 64 weight rows, or of its inject rows (INJECT). Two warps have 128 k, each every other 32 of them, of all rows. Lane (g, t) makes
+// row g's operand of eight k where the tensor instruction wants it, in registers. The sums are those of down_rows. The block of the inject rows, which has least to
+// do, writes the rows and their squares.
+//
+// Of few rows (FEW, BF16) it is half of a stream's k of up to 32 weight rows, and a warp has 128 k. Columns 2 i and 2 i + 1 are row i's high and low parts; a lane of
+// either makes both of every other 32 k and gives one away.
+template <bool FP8, bool INJECT, bool FEW>
+NINFER_DEVICE void down_many(const HcDownParams& p, uint32_t part, uint32_t group, ManyShared& sh) {
+  static_assert(!FP8 || !FEW);
+  constexpr bool HALF = FP8 && !INJECT;
+  constexpr uint32_t kParts = FEW ? 2 : 4, kSlices = FEW ? 10 : 5, kPart = 128 * kSlices, kRows = INJECT ? 16 : FEW ? 32 : 64, kMost = FEW ? 4 : 8;
+  constexpr uint32_t bytes = HALF ? 1 : 2, pitch = bytes * kPart + 32 * bytes;
+  constexpr int kTiles = INJECT ? 1 : kRows / 16;
+  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const uint32_t odd = FEW ? g % 2 : warp % 2, slice = FEW ? warp : warp / 2;
+  const auto [stream, k0, size, row0, n, most] = down_share<kParts, INJECT>(p, part, group);
+  const uint32_t bar = smem_addr(smem), weights = bar + 128;
+  STAMP_BEGIN(120 + FP8)
+  const uint8_t* const stored = (const uint8_t*)(INJECT ? (const void*)p.inj_w : p.down) + (((uint64_t)row0 * 4 + stream) * p.h + k0) * bytes;
+  if (threadIdx.x == 0) {
+    mbar_init(bar, HALF ? kDownThreads : 1);
+    mbar_fence_init();
+    if (!HALF) mbar_expect(bar, n * bytes * size);
+  }
+  if (HALF && size) {  // many short pieces: bulk copies would take longer to ask for
+    constexpr uint32_t kPieces = bytes * kPart / 16, kAtOnce = kDownThreads / kPieces;
+    const uint64_t policy = policy_evict_first();
+    const uint32_t piece = threadIdx.x % kPieces * 16;
+    if (piece < bytes * size)
+      for (uint32_t i = threadIdx.x / kPieces; i < n; i += kAtOnce) copy16(weights + i * pitch + piece, stored + (uint64_t)i * 4 * p.h * bytes + piece, policy);
+  }
+  __syncthreads();
+  if (HALF) {
+    mbar_arrive_copies(bar);
+  } else if (lane == 0 && size) {
+    for (uint32_t i = warp; i < n; i += kDownWarps) bulk_load(weights + i * pitch, stored + (uint64_t)i * 4 * p.h * bytes, bytes * size, bar, policy_evict_first());
+  }
+  float* const partial = p.partial + part * (p.l + 4) + (INJECT ? p.l : row0);  // of the first activation row
+  if (size == 0) {
+    if (p.trigger == 0) pdl_trigger();
+    pdl_wait();
+    if (p.trigger != 0) pdl_trigger();
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < n * p.r; i += kDownThreads) partial[(uint64_t)(i / n) * (4 * kParts) * (p.l + 4) + i % n] = 0;
+    if (INJECT && threadIdx.x < p.r) p.square[threadIdx.x * (4 * kParts) + part] = 0;
+    return;
+  }
+  const uint32_t k = slice * 128 + odd * 32 + t * 8;  // and 64 more
+  const bool mine[2] = {k < size, k + 64 < size};
+  uint4 norm[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)}, x[2], y[2];
+  const bf16* const norms = p.norm + (uint64_t)stream * p.h + k0 + k;
+#pragma unroll
+  for (int j = 0; j < 2; j++)
+    if (mine[j]) norm[j] = __ldg((const uint4*)(norms + 64 * j));
+  // The weight rows and the activation row whose sums the thread adds up: of E4M3 weights two and one.
+  const uint32_t result = HALF ? threadIdx.x / 8 : FEW ? lane : 32 * odd + lane;
+  uint32_t scale[2] = {0, 0};
+  if (HALF)
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      if (threadIdx.x < 256 && result + 32 * i < n) scale[i] = scale_word(p.down_scale, p.scale_f32, row0 + result + 32 * i);
+  const uint32_t column = FEW ? g / 2 : g, row = column < p.r ? column : 0;  // a row that is not there is another one, whose sums nobody reads
+  const bool pending = p.y != nullptr;
+  const bf16 *xs = p.x + ((uint64_t)row * 4 + stream) * p.h + k0 + k, *ys = p.y + (uint64_t)row * p.h + k0 + k;
+  made(xs), made(ys);
+  const uint32_t first = min(slice * 128 + 8 * t, size - 8), room = size - 8 - first, last = max(n, 1) - 1;
+  uint32_t steps[FEW ? 4 : 2];  // from a weight row's first k to the chunks
+#pragma unroll
+  for (uint32_t j = 0; j < (FEW ? 4 : 2); j++) steps[j] = min(FEW ? 32 * j : odd * 32 + 64 * j, room) * bytes;
+  uint32_t at[2 * kTiles];
+#pragma unroll
+  for (int i = 0; i < 2 * kTiles; i++) at[i] = weights + min(g + 8 * i, last) * pitch + first * bytes, made(at[i]);
+#pragma unroll
+  for (int j = 0; j < 2; j++) x[j] = y[j] = make_uint4(kNone, kNone, kNone, kNone);
+  float inject = 0;
+  if (pending) {  // the streams and the weights are older than the block output, see HcDownParams
+    inject = ldg_l2_f32(p.inject + row * 4 + stream);
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+      if (mine[j]) x[j] = ldg_l2(xs + 64 * j);
+  }
+  if (p.trigger == 0) pdl_trigger();
+  STAMP(1)
+  pdl_wait();
+  if (p.trigger == 2) pdl_trigger();
+  STAMP(2)
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    if (mine[j] && pending) y[j] = ldg_l2(ys + 64 * j);
+    if (mine[j] && !pending) x[j] = ldg_l2(xs + 64 * j);
+  }
+  mbar_wait(bar, 0);
+  // E4M3 weights are in registers before the activations come. A slice without k has none: its place may be another's, which gets sums.
+  uint2 raw[kTiles][2][2];
+  if (HALF)
+#pragma unroll
+    for (int i = 0; i < kTiles; i++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        raw[i][j][0] = raw[i][j][1] = make_uint2(0, 0);
+        if (slice * 128 < size) raw[i][j][0] = lds64(at[2 * i] + steps[j]), raw[i][j][1] = lds64(at[2 * i + 1] + steps[j]);
+      }
+#pragma unroll
+  for (int j = 0; j < 2; j++) looked_at(norm[j].x), looked_at(norm[j].y), looked_at(norm[j].z), looked_at(norm[j].w);
+  looked_at(scale[0]), looked_at(scale[1]);
+  uint32_t highest = 0;
+  if (HALF) {
+    float largest = 0;
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const uint32_t w = (&norm[j].x)[i];
+        largest = fmaxf(largest, fmaxf(fabsf(1.0f + bf16_lo(w)), fabsf(1.0f + bf16_hi(w))));
+      }
+    highest = __reduce_max_sync(~0u, __float_as_uint(largest)) >> 23;
+    if (lane == 0) sh.highest[warp] = highest;
+  }
+  STAMP(3)
+  if (p.trigger == 1) pdl_trigger();
+  uint32_t inject_bits = __float_as_uint(inject);
+  looked_at(inject_bits);
+#pragma unroll
+  for (int j = 0; j < 2; j++) looked_at(x[j].x), looked_at(x[j].y), looked_at(x[j].z), looked_at(x[j].w);
+#pragma unroll
+  for (int j = 0; j < 2; j++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) (&x[j].x)[i] = injected((&x[j].x)[i], (&y[j].x)[i], __uint_as_float(inject_bits));
+  uint32_t power = 0;
+  if (HALF) {
+    uint32_t m = max_magnitude(max_magnitude(max_magnitude(x[0].x, x[0].y), max_magnitude(x[0].z, x[0].w)), max_magnitude(max_magnitude(x[1].x, x[1].y), max_magnitude(x[1].z, x[1].w)));
+    m = max(m & 0x7fffu, m >> 16 & 0x7fffu);
+    m = max(m, __shfl_xor_sync(~0u, m, 1));
+    m = max(m, __shfl_xor_sync(~0u, m, 2));
+    if (t == 0) sh.most[warp][g] = m;
+    named_sync(1 + slice, 64);
+    // less the exponent of a row's largest activation it is that of its power of two; what the norm takes away must not make the others overflow
+    highest = 394 - max(27u, max(highest, sh.highest[warp ^ 1]));
+    power = max(1, min(253, (int)highest - (int)(max(m, sh.most[warp ^ 1][g]) >> 7)));
+    if (odd == 0 && t == 0) sh.undo[slice][g] = __uint_as_float((254 - power) << 23);
+    power *= 0x00800080u;
+  }
+  if (INJECT && column < p.r) {
+    bf16* const to = p.x_out + ((uint64_t)column * 4 + stream) * p.h + k0 + k;
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+      if (mine[j]) *(uint4*)(to + 64 * j) = x[j];
+  }
+  uint4 b[2], low[2];
+#pragma unroll
+  for (int j = 0; j < 2; j++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      uint32_t z = (&x[j].x)[i];
+      const uint32_t w = (&norm[j].x)[i];
+      if (HALF) z = mul_bf162(z, power);
+      const float v0 = fmaf(bf16_lo(z), bf16_lo(w), bf16_lo(z)), v1 = fmaf(bf16_hi(z), bf16_hi(w), bf16_hi(z));
+      if (HALF) {
+        (&b[j].x)[i] = pack_f16(v0, v1);
+      } else {
+        const uint32_t h = pack_bf16(v0, v1);
+        (&b[j].x)[i] = h, (&low[j].x)[i] = pack_bf16(v0 - bf16_lo(h), v1 - bf16_hi(h));
+      }
+    }
+  uint4 parts[FEW ? 4 : 1];  // the column's, of all k
+  if (FEW)
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const uint32_t h = (&b[j].x)[i], l = (&low[j].x)[i], other = __shfl_xor_sync(~0u, odd ? h : l, 4);
+        (&parts[FEW ? 2 * j : 0].x)[i] = odd ? other : h, (&parts[FEW ? 2 * j + 1 : 0].x)[i] = odd ? l : other;
+      }
+  STAMP(4)
+  constexpr uint32_t kRow = kRows + 4, kWarp = kMost * kRow;
+  // Sums: behind BF16 weights [warp][activation row][weight row]; E4M3 weights are in registers of both of a slice's warps, and a weight row's
+  // 128 k of it become theirs: [warp][activation row].
+  float* const sums = (float*)(smem + 128 + (HALF ? 0 : (INJECT ? 4 : most) * pitch));
+  float* const to = HALF ? sums + (g * pitch + slice * 128) / 4 + odd * 8 + 2 * t : sums + warp * kWarp + (FEW ? 1 : 2) * t * kRow + g;
+#pragma unroll(HALF ? 4 : 1)
+  for (int i = 0; i < kTiles; i++) {
+    if (!HALF && !INJECT && 16 * i >= n) break;
+    const uint32_t from = weights + min(g + 16 * i, last) * pitch + first * bytes, from8 = weights + min(g + 16 * i + 8, last) * pitch + first * bytes;
+    float s[4];
+    if (HALF) {
+      float even[4] = {}, odds[4] = {};
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        uint4 lo, hi;
+        e4m3x4_f16(raw[i][j][0].x, lo.x, lo.y), e4m3x4_f16(raw[i][j][0].y, lo.z, lo.w);
+        e4m3x4_f16(raw[i][j][1].x, hi.x, hi.y), e4m3x4_f16(raw[i][j][1].y, hi.z, hi.w);
+        mma_f16(even, lo.x, hi.x, lo.y, hi.y, b[j].x, b[j].y), mma_f16(odds, lo.z, hi.z, lo.w, hi.w, b[j].z, b[j].w);
+      }
+#pragma unroll
+      for (int c = 0; c < 4; c++) s[c] = even[c] + odds[c];
+    } else if (FEW) {
+      float even[2][4] = {}, odds[2][4] = {};  // of every other 32 k
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const uint4 lo = lds128(from + steps[j]), hi = lds128(from8 + steps[j]), v = parts[j];
+        mma_bf16(even[j % 2], lo.x, hi.x, lo.y, hi.y, v.x, v.y), mma_bf16(odds[j % 2], lo.z, hi.z, lo.w, hi.w, v.z, v.w);
+      }
+#pragma unroll
+      for (int c = 0; c < 4; c += 2)
+        s[c] = ((even[0][c] + odds[0][c]) + (even[0][c + 1] + odds[0][c + 1])) + ((even[1][c] + odds[1][c]) + (even[1][c + 1] + odds[1][c + 1]));
+    } else {
+      float even[2][4] = {}, odds[2][4] = {};  // of high and low parts
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const uint4 lo = lds128(from + steps[j]), hi = lds128(from8 + steps[j]);
+        mma_bf16(even[0], lo.x, hi.x, lo.y, hi.y, b[j].x, b[j].y), mma_bf16(odds[0], lo.z, hi.z, lo.w, hi.w, b[j].z, b[j].w);
+        mma_bf16(even[1], lo.x, hi.x, lo.y, hi.y, low[j].x, low[j].y), mma_bf16(odds[1], lo.z, hi.z, lo.w, hi.w, low[j].z, low[j].w);
+      }
+#pragma unroll
+      for (int c = 0; c < 4; c++) s[c] = (even[0][c] + odds[0][c]) + (even[1][c] + odds[1][c]);
+    }
+    if (HALF) {
+      if (16 * i + g < most) *(float2*)(to + 16 * i * (pitch / 4)) = make_float2(s[0], s[1]);
+      if (16 * i + g + 8 < most) *(float2*)(to + (16 * i + 8) * (pitch / 4)) = make_float2(s[2], s[3]);
+    } else {
+      to[16 * i] = s[0], to[16 * i + 8] = s[2];
+      if (!FEW) to[16 * i + kRow] = s[1], to[16 * i + 8 + kRow] = s[3];
+    }
+  }
+  if (INJECT) {
+    float q[2];  // of eight k as sum_of_slice has them
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      q[i] = squares_of((&x[0].x)[2 * i], (&x[0].x)[2 * i + 1]) + squares_of((&x[1].x)[2 * i], (&x[1].x)[2 * i + 1]);
+      q[i] += __shfl_xor_sync(~0u, q[i], 2), q[i] += __shfl_xor_sync(~0u, q[i], 1);
+    }
+    float sum = q[0] + q[1];
+    if (FEW) sum += __shfl_xor_sync(~0u, sum, 4);
+    if (t == 0) sh.squares[warp][column] = sum;
+  }
+  STAMP(5)
+  __syncthreads();
+  STAMP(6)
+  // What two warps have of a slice, in order of the slices.
+  auto slices = [&](const float* v, uint32_t other, uint32_t step, const float* undo) {
+    float sum = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < 5; i++) {
+      float s = v[i * step] + v[i * step + other];
+      if (undo) s *= undo[i * 8];
+      sum = i ? sum + s : s;
+    }
+    return sum;
+  };
+  if (HALF) {
+    const uint32_t r = threadIdx.x % 8;
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      if (threadIdx.x < 256 && r < p.r && result + 32 * i < n)
+        partial[(uint64_t)r * (4 * kParts) * (p.l + 4) + result + 32 * i] =
+            slices(sums + (result + 32 * i) * (pitch / 4) + r, 8, 32, &sh.undo[0][r]) * scale_value(scale[i], p.down_scale, p.scale_f32, row0 + result + 32 * i);
+  } else if (result < n) {
+#pragma unroll 1
+    for (uint32_t r = slice; r < p.r; r += kSlices)
+      partial[(uint64_t)r * (4 * kParts) * (p.l + 4) + result] = FEW ? add_up(sums + r * kRow + result, kWarp, 1.0f) : slices(sums + r * kRow + result, kWarp, 2 * kWarp, nullptr);
+  }
+  const uint32_t q = kDownThreads - 1 - threadIdx.x;  // a row whose squares are here
+  if (INJECT && q < p.r) p.square[q * (4 * kParts) + part] = FEW ? add_up(&sh.squares[0][q], 8, 1.0f) : slices(&sh.squares[0][q], 8, 16, nullptr);
+  STAMP(7)
 }
 
 // The grid is the parts of four streams, two halves or four quarters each, times (groups of rows, then one block for injection rows).
-#define DOWN(FP8, MOST)                                                                                         \
-  __shared__ DownShared<MOST, kTeams<FP8, MOST>, !FP8 || MOST <= 2> sh;                                         \
-  const uint32_t part = blockIdx.x % (8 * kTeams<FP8, MOST>), group = blockIdx.x / (8 * kTeams<FP8, MOST>);     \
-  if (group < p.groups)                                                                                         \
-    down_rows<FP8, false, MOST>(p, part, group, sh);                                                            \
-  else                                                                                                          \
+#define DOWN(FP8, MOST)                                           \
+  __shared__ DownShared<MOST> sh;                                 \
+  const uint32_t part = blockIdx.x % 8, group = blockIdx.x / 8;   \
+  if (group < p.groups)                                           \
+    down_rows<FP8, false, MOST>(p, part, group, sh);              \
+  else                                                            \
     down_rows<FP8, true, MOST>(p, part, group, sh);
-
+#define DOWN_MANY(FP8, FEW)                                                             \
+  __shared__ ManyShared sh;                                                             \
+  const uint32_t part = blockIdx.x % (FEW ? 8 : 16), group = blockIdx.x / (FEW ? 8 : 16); \
+  if (group < p.groups)                                                                 \
+    down_many<FP8, false, FEW>(p, part, group, sh);                                     \
+  else                                                                                  \
+    down_many<FP8, true, FEW>(p, part, group, sh);
 // Here the last argument is a kernel's registers: 80 leave room for the kernel before it. sm_120a, which is tuned for nothing yet, needs more not to spill.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 #define MORE +16
@@ -427,15 +652,15 @@ NINFER_KERNEL(hc_down_bf16, HcDownParams, kDownThreads, 80) { DOWN(false, 1) }
 NINFER_KERNEL(hc_down_e4m3, HcDownParams, kDownThreads, 80) { DOWN(true, 1) }
 NINFER_KERNEL(hc_down_two_bf16, HcDownParams, kDownThreads, 80) { DOWN(false, 2) }
 NINFER_KERNEL(hc_down_two_e4m3, HcDownParams, kDownThreads, 80) { DOWN(true, 2) }
-NINFER_KERNEL(hc_down_few_bf16, HcDownParams, kDownThreads, 80) { DOWN(false, 4) }
-NINFER_KERNEL(hc_down_rows_bf16, HcDownParams, kDownThreads, 80) { DOWN(false, 8) }
-NINFER_KERNEL(hc_down_rows_e4m3, HcDownParams, kDownThreads, 80) { DOWN(true, 8) }
+NINFER_KERNEL(hc_down_few_bf16, HcDownParams, kDownThreads, 80) { DOWN_MANY(false, true) }
+NINFER_KERNEL(hc_down_rows_bf16, HcDownParams, kDownThreads, 80) { DOWN_MANY(false, false) }
+NINFER_KERNEL(hc_down_rows_e4m3, HcDownParams, kDownThreads, 80) { DOWN_MANY(true, false) }
 #pragma pop_macro("NINFER_KERNEL")
 
 // ---- hc_up_mix ----
 
-// Sixteen weight rows of a tile: four columns times four streams. Two warps a tile, five chunks of the rank each. The operand is no BF16 number but
-// two of them, whose sums are added. E4M3 weights are FP16 numbers, and so are their operands, of which 2^-22 is lost at most, or 2^-25 where they are less than 2^-14.
+// Sixteen weight rows of a tile: four columns times four streams. Two warps a tile, five chunks of the rank each. E4M3 weights are FP16 numbers, and so
+// is their operand, of which 2^-11 is lost at most, or 2^-25 where it is less than 2^-14. The operand of BF16 weights is no BF16 number but two of them, whose sums are added.
 static constexpr int kUpTiles = 6;
 static constexpr int kChunks = 5;
 static constexpr int kUpThreads = 384;
@@ -479,36 +704,6 @@ NINFER_DEVICE float both(uint32_t a, uint32_t b) { return __uint_as_float(a) + _
 // The sum of a stream's halves, or of the halves of both.
 NINFER_DEVICE float whole(bool quarters, uint32_t a, uint32_t b, uint32_t c, uint32_t d) { return quarters ? both(a, b) + both(c, d) : both(a, b); }
 
-// ---- clusters ----
-
-NINFER_DEVICE uint32_t cluster_rank() {
-  uint32_t r;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-  return r;
-}
-// The same place of another block's shared memory.
-NINFER_DEVICE uint32_t in_block(uint32_t at, uint32_t rank) {
-  uint32_t r;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(at), "r"(rank));
-  return r;
-}
-// Stores a word in a block of the cluster and counts its bytes in that block's barrier.
-NINFER_DEVICE void send(uint32_t at, uint32_t v, uint32_t bar) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(at), "r"(v), "r"(bar) : "memory");
-}
-// Waits for what send announces.
-NINFER_DEVICE void mbar_wait_cluster(uint32_t bar, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra finished;\n"
-      "bra again;\n"
-      "finished:\n"
-      "}\n" ::"r"(bar), "r"(parity) : "memory");
-}
-
 // The same as rsqrtf and sigmoid for what is never as small as a subnormal number, or as good as zero then.
 NINFER_DEVICE float rsqrt_fast(float x) {
   float r;
@@ -524,6 +719,10 @@ NINFER_DEVICE float sigmoid_fast(float x) {
 NINFER_DEVICE void sts32(uint32_t a, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(v) : "memory"); }
 NINFER_DEVICE void sts16(uint32_t a, uint32_t v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(a), "h"((uint16_t)v) : "memory"); }
 
+NINFER_DEVICE void send2(uint32_t at, uint32_t a, uint32_t b, uint32_t bar) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(at), "r"(a), "r"(b), "r"(bar) : "memory");
+}
+
 // MOST: rows at most, 1, 4 or 8; the arithmetic is the same. With several rows each of as many blocks of a cluster makes the operand of one row and
 // sends it to the others, since the partial sums of all rows are too much for each block to read.
 //
@@ -535,7 +734,8 @@ NINFER_DEVICE void sts16(uint32_t a, uint32_t v) { asm volatile("st.shared.u16 [
 template <bool FP8, uint32_t MOST>
 NINFER_DEVICE void up_columns(const HcUpParams& p) {
   constexpr bool ONE = MOST == 1;
-  constexpr uint32_t kPasses = (MOST + 3) / 4;  // four rows' high and low parts are the eight columns of the tensor instruction
+  constexpr uint32_t kOf = FP8 ? 1 : 2;               // numbers that an operand's value is
+  constexpr uint32_t kPasses = (MOST * kOf + 7) / 8;  // of eight columns
   constexpr uint32_t kBytes = FP8 ? 1 : 2;
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const uint32_t each = quotient(p.h, gridDim.x), more = p.h - each * gridDim.x;
@@ -543,7 +743,7 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
   const uint32_t row_bytes = kBytes * p.l, run = columns * row_bytes, run_pitch = ((run + 127) & ~127u) + 32 * kBytes;
   const uint32_t bar = smem_addr(smem), arrived = bar + 8, weights = bar + 128, operand = weights + 4 * run_pitch;
   const uint32_t rank = ONE ? 0 : cluster_rank();
-  __shared__ float sums[2][MOST][kUpTiles * 16];
+  __shared__ float sums[2][MOST][kUpTiles * 16 + 8];
   __shared__ float squares[4 * MOST];
 
   STAMP_BEGIN(130 + FP8)
@@ -553,7 +753,7 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
     mbar_fence_init();
     if (!ONE) asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     mbar_expect(bar, 4 * run);
-    if (!ONE) mbar_expect(arrived, p.r * p.l * 4);
+    if (!ONE) mbar_expect(arrived, p.r * p.l * 2 * kOf);
   }
   __syncthreads();
   if (!ONE) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -569,7 +769,7 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
   }
   if (p.l < kUpRank)
 #pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < 2 * p.r * (kUpRank / 8); i += kUpThreads)
+    for (uint32_t i = threadIdx.x; i < kOf * p.r * (kUpRank / 8); i += kUpThreads)
       if (i % (kUpRank / 8) * 8 >= p.l) sts128(operand + i / (kUpRank / 8) * kUpPitch + i % (kUpRank / 8) * 16, make_uint4(0, 0, 0, 0));
   // Thread 4 u + s adds values 4 u + s of the streams' partial sums, of which it loads those of stream s.
   const uint32_t u = threadIdx.x / 4, s = threadIdx.x % 4, width = p.l + 4;
@@ -588,8 +788,8 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
     if (!ONE) made(at[c]);
   }
 #pragma unroll
-  for (uint32_t j = 0; j < kPasses; j++) from[j] = operand + (8 * j + g < 2 * p.r ? 8 * j + g : 0) * kUpPitch + k * 2, made(from[j]);
-  uint32_t sum_to = smem_addr(&sums[warp % 2][t][tile * 16 + g]), sum_from = smem_addr(&sums[0][of][place]), low_to = operand + 2 * (4 * u + s);
+  for (uint32_t j = 0; j < kPasses; j++) from[j] = operand + (8 * j + g < kOf * p.r ? 8 * j + g : 0) * kUpPitch + k * 2, made(from[j]);
+  uint32_t sum_to = smem_addr(&sums[warp % 2][(3 - kOf) * t < MOST ? (3 - kOf) * t : 0][tile * 16 + g]), sum_from = smem_addr(&sums[0][of][place]), low_to = operand + 2 * (4 * u + s);
   // a BF16 scale is one half of its word
   uint32_t half = FP8 && !p.scale_f32 && !((uint64_t)p.up_scale + 2 * row & 2) ? 16 : 0, half_mask = FP8 && !p.scale_f32 ? 0xffff0000u : ~0u;
   float per_h;
@@ -607,7 +807,7 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
   // The row whose operand this block makes.
   const bool makes = ONE || rank < p.r;
   uint4 part[4] = {}, square = make_uint4(0, 0, 0, 0);
-  uint32_t own_x[kPasses] = {};
+  uint32_t own_x[(MOST + 3) / 4] = {};
   // One place in L2 answers one warp at a time: what all blocks read, only one of a block's warps asks for.
   const bool asks = ONE || warp == kUpThreads / 32 - 1 && lane < 4 * p.r;
   if (asks) {
@@ -623,7 +823,7 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
     for (uint32_t i = 0; i < 4; i++)
       if (i < 2 || quarters) part[i] = ldg_l2(parts + i * width);
 #pragma unroll
-  for (uint32_t j = 0; j < kPasses; j++)
+  for (uint32_t j = 0; j < (MOST + 3) / 4; j++)
     if (mine && of + 4 * j < p.r) own_x[j] = ldg_l2_u16(xs + j * 16 * p.h);
   looked_at(norm_bits), looked_at(scale_bits);
   const float norm = 1.0f + __uint_as_float(norm_bits << 16), scale = FP8 ? __uint_as_float(scale_bits << half & half_mask) : 1.0f;
@@ -651,29 +851,40 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
     const float e = sigmoid_fast(d);
     const float exact = d * e, low = FP8 && exact > 65504.0f ? 65504.0f : exact, high = rounded<FP8>(low);
     if (ONE) {
-      if (!inject) sts16(low_to, pack_pair<FP8>(low, 0)), sts16(low_to + kUpPitch, pack_pair<FP8>(low - high, 0));
-    } else {
-      // even threads send the high parts of two values, odd ones the low parts
-      const float other = __shfl_xor_sync(~0u, s & 1 ? low : low - high, 1);
       if (!inject) {
-        const uint32_t word = s & 1 ? pack_pair<FP8>(other, low - high) : pack_pair<FP8>(low, other);
-        const uint32_t to = operand + (2 * rank + (s & 1)) * kUpPitch + (4 * u + (s & 2)) * 2;
+        sts16(low_to, pack_pair<FP8>(low, 0));
+        if (kOf > 1) sts16(low_to + kUpPitch, pack_pair<FP8>(low - high, 0));
+      }
+    } else {
+      // All of the quad's values in each of its threads, which send them to a quarter of the blocks each.
+      uint32_t w[kOf][2];
 #pragma unroll
-        for (uint32_t i = 0; i < MOST; i++) send(in_block(to, i), word, in_block(arrived, i));
+      for (uint32_t i = 0; i < kOf; i++) {
+        const float value = i ? low - high : low, other = __shfl_xor_sync(~0u, value, 1);
+        const uint32_t pair = s & 1 ? pack_pair<FP8>(other, value) : pack_pair<FP8>(value, other), pair2 = __shfl_xor_sync(~0u, pair, 2);
+        w[i][0] = s & 2 ? pair2 : pair, w[i][1] = s & 2 ? pair : pair2;
+      }
+      if (!inject) {
+#pragma unroll
+        for (uint32_t i = 0; i < MOST / 4; i++) {
+          const uint32_t to = in_block(operand + kOf * rank * kUpPitch + 8 * u, s + 4 * i), bar_to = in_block(arrived, s + 4 * i);
+#pragma unroll
+          for (uint32_t o = 0; o < kOf; o++) send2(to + o * kUpPitch, w[o][0], w[o][1], bar_to);
+        }
       }
     }
     if (inject && 4 * u < width && p.inject && blockIdx.x / MOST == 0) p.inject[rank * 4 + s] = 2.0f * e;
   }
   if (p.trigger == 1) pdl_trigger();
 #pragma unroll
-  for (uint32_t j = 0; j < kPasses; j++) looked_at(own_x[j]);
+  for (uint32_t j = 0; j < (MOST + 3) / 4; j++) looked_at(own_x[j]);
   STAMP(3)
   if (ONE)
     __syncthreads();
   else
     mbar_wait_cluster(arrived, 0);
   STAMP(4)
-  constexpr uint32_t kStep = 4 * 16 * kUpTiles, kOther = kStep * MOST;  // bytes from a row's sums to the next, and to those of the other half of K
+  constexpr uint32_t kStep = 4 * (16 * kUpTiles + 8), kOther = kStep * MOST;  // bytes from a row's sums to the next, and to those of the other half of K
   if (tile * 4 < columns) {
     float a[kPasses][4] = {}, b[kPasses][4] = {};
 #pragma unroll
@@ -684,14 +895,20 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
     }
 #pragma unroll
     for (uint32_t j = 0; j < kPasses; j++)
-      if (4 * j + t < MOST) {
+      if (kOf == 1) {
+#pragma unroll
+        for (uint32_t i = 0; i < 2 && i < MOST; i++)
+          if (2 * t + i < MOST) sts32(sum_to + i * kStep, a[j][i] + b[j][i]), sts32(sum_to + i * kStep + 32, a[j][2 + i] + b[j][2 + i]);
+      } else if (4 * j + t < MOST) {
         sts32(sum_to + 4 * j * kStep, (a[j][0] + b[j][0]) + (a[j][1] + b[j][1]));
         sts32(sum_to + 4 * j * kStep + 32, (a[j][2] + b[j][2]) + (a[j][3] + b[j][3]));
       }
   }
+  STAMP(5)
   __syncthreads();
+  STAMP(6)
 #pragma unroll
-  for (uint32_t j = 0; j < kPasses; j++) {
+  for (uint32_t j = 0; j < (MOST + 3) / 4; j++) {
     const uint32_t r = of + 4 * j;
     if (r >= p.r) break;  // whole warps
     const float sum = __uint_as_float(lds32(sum_from + 4 * j * kStep)) + __uint_as_float(lds32(sum_from + 4 * j * kStep + kOther));
@@ -701,7 +918,7 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
     v += __shfl_xor_sync(~0u, v, 2);
     if (mine && own == 0) ((bf16*)out)[j * 4 * p.h] = __float2bfloat16_rn(0.25f * v);
   }
-  STAMP(5)
+  STAMP(7)
 }
 
 NINFER_KERNEL(hc_up_mix_bf16, HcUpParams, kUpThreads, 2) { up_columns<false, 1>(p); }

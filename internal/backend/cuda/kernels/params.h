@@ -48,7 +48,7 @@ struct NaiveParams {
 };
 
 struct HcDownParams {
-  const __nv_bfloat16* x;        // [R][4][H] streams
+  const __nv_bfloat16* x;        // [R][4][H] streams; with y they and inject are read before the wait: the kernels between them and y have waited (R3)
   const __nv_bfloat16* y;        // [R][H] block output still to be injected, or null
   const float* inject;           // [R][4] its weights
   const __nv_bfloat16* norm;     // [4][H], used as 1 + w

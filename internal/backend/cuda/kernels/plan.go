@@ -279,7 +279,6 @@ const (
 	downTwo    = 2    // rows up to which its warps have a slice of k each, of BF16 weights upFew; with more two share one
 	downCell   = 320  // bytes of its shared memory for a slice of an activation row
 	downStatic = 3072 // bytes of its shared memory that are not in the plan, at most
-	downSums   = 9216 // and with BF16 weights of several rows
 	// HyperParts is how many sums hc_down makes of a row for each of its results, at most, and its squares.
 	HyperParts  = 16
 	upColumns   = 24 // columns of a block of hc_up_mix
@@ -329,6 +328,9 @@ func (l Limits) HcDown(fp8 bool, r, h, low uint32) (Plan, HcDownParams, error) {
 	}
 	both := slices * (2*r*downCell + 64)
 	plan.Shared = 128 + max(rows, 4)*whole + both
+	if r > upFew { // sums of its warps
+		plan.Shared = 128 + max(rows, 4)*whole + 4*hyperWarps*MaxRows*(2*downRows+4)
+	}
 	if fp8 {
 		sums, cells := 4*whole, slices*r*downCell
 		if r > downTwo {
@@ -341,11 +343,11 @@ func (l Limits) HcDown(fp8 bool, r, h, low uint32) (Plan, HcDownParams, error) {
 	if r > upFew || r > downTwo && !fp8 {
 		plan.Shared = max(plan.Shared, l.Half()+128)
 	}
-	static := uint32(downStatic)
-	if !fp8 {
-		static += downSums
+	// Many 16-bit weights that come beside the experts' delay them by more than they gain.
+	if beside := l.Half() + 14<<10; r > upFew && !fp8 && beside+downStatic <= l.SharedPerBlock {
+		plan.Shared = max(plan.Shared, beside)
 	}
-	if plan.Shared+static > l.SharedPerBlock {
+	if plan.Shared+downStatic > l.SharedPerBlock {
 		return plan, p, fmt.Errorf("cuda: no hyper-connection plan for %d rows of %d: %d bytes of shared memory", r, h, l.SharedPerBlock)
 	}
 	return plan, p, nil
