@@ -184,9 +184,14 @@ func (p *pass) project(x multiplicand, ld, rows int, parts []plain.Part, shift p
 				q.Part[i].ScaleF32 = 1
 			}
 		}
-		if x.lanes && x.squares != 0 && n == 2 && kernel == plain.ProjectWhole {
-			// so that what the delta rule reads does not wait behind the weights; of one lane nothing does, of more the blocks come too late
-			q.Part[0].Paced = plain.Paced(350, 8)
+		if x.lanes && x.squares != 0 && plain.Format(parts[0].M.Format) == plain.BF16 {
+			// so that the delta rule's reads and writes do not wait behind the weights
+			switch {
+			case n <= 2:
+				q.Part[0].Paced = plain.Paced(1000, 0)
+			case n <= 5:
+				q.Part[0].Paced = plain.Paced(700, 0)
+			}
 		}
 		if err := start(p, kernel, grid, 1, 1, uint32(shared), &q); err != nil {
 			return false, err

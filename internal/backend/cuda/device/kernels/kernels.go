@@ -98,8 +98,8 @@ type Projector struct {
 
 // Projectors are the Project kernels, the best first.
 var Projectors = []Projector{
+	{ProjectWholeLanes, true, 2, ProjectRows, 2, 0},
 	{ProjectWhole, true, 1, 2, 1, 0},
-	{ProjectWholeLanes, true, 3, ProjectRows, 2, 0},
 	{ProjectWholeRows, true, 2, ProjectRows, 2, 0},
 	{ProjectE4m3, true, 1, ProjectRows, 1, 4},
 	{ProjectBf16Rows, false, 3, ProjectRows, 4, 5},
@@ -117,7 +117,8 @@ type Projection struct {
 // Shares says how many of n weight rows each of so many blocks has, and 65,536 times how many blocks have one more. It is a parameter of the kernel.
 func Shares(n, blocks int) uint32 { return uint32(n/blocks | n%blocks<<16) }
 
-// Paced makes a Project kernel that brings all of a block's weights ask for a number of rows so many clocks apart, and for the rest at once.
+// Paced makes a Project kernel that brings all of a block's weights ask for a number of rows so many clocks apart, and for the rest at once; one of BF16
+// whose rows stay as they are for what it asks before the wait, 128 bytes of each weight row and share of k at a time.
 func Paced(clocks, rows uint32) uint32 { return clocks | rows<<16 }
 
 // exact says whether BF16 rows stay as they are, beside BF16 weights: a head has whole runs of 128 bytes of them, or there are no factors.
