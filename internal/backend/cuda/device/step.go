@@ -42,6 +42,7 @@ type step struct {
 	ahead    [][]kernels.Part // of each mixer: what its input is multiplied with
 	distinct driver.Ptr       // of each mixture: how many experts its rows chose last
 	mixtures int
+	mixed    driver.Ptr // what the last tuned hyper-connection site put out; while compiling
 
 	// The control block: the launch's number, rows, lanes, wanted rows. control is its pinned twin, which the first kernel of a launch copies.
 	control []byte

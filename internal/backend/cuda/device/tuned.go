@@ -22,6 +22,14 @@ func tunedRun[P any](p *pass, plan kernels.Plan, params *P) error {
 	return p.s.d.tuned.Run(p.c, p.s.d.stream, plan, params, true)
 }
 
+// tunedRunBehind is tunedRun of a kernel that starts when all before it are over.
+func tunedRunBehind[P any](p *pass, plan kernels.Plan, params *P) error {
+	if w := p.s.d.watch; w != nil && !w.passes(plan.Kernel.Name()) {
+		return nil
+	}
+	return p.s.d.tuned.Run(p.c, p.s.d.stream, plan, params, false)
+}
+
 // stored is a matrix as the tuned kernels see it.
 type stored struct {
 	format kernels.Format
@@ -313,6 +321,12 @@ func (s *step) tunedMix(l *loader, op backend.Mix) func(*pass) error {
 	partial, square := l.rows("partial sums", 4*kernels.HyperParts*(low+4)), l.rows("squares", 4*kernels.HyperParts)
 	x, xOut, inject, out := s.bufs[op.X.X], other, s.bufs[op.X.Inject], s.bufs[op.Out]
 	s.bufs[op.X.X], s.other[op.X.X] = other, x
+	// hc_down reads streams and injection weights early, which is for a block between two sites to allow; a site whose result is injected by the next has none.
+	runDown := tunedRun[kernels.HcDownParams]
+	if in.Y != 0 && in.Y == s.mixed {
+		runDown = tunedRunBehind
+	}
+	s.mixed = out
 	scale := down.flags & kernels.PartScaleF32 / kernels.PartScaleF32
 	if w.Inject.Present() { // before a router too, whose weights would delay what hc_down of several rows reads
 		plans[1].up.Trigger = 0
@@ -337,7 +351,7 @@ func (s *step) tunedMix(l *loader, op backend.Mix) func(*pass) error {
 			if w.Inject.Present() {
 				q.down.InjW, q.up.Inject = inj.w, inject+at*16
 			}
-			if err := tunedRun(p, q.downPlan, &q.down); err != nil {
+			if err := runDown(p, q.downPlan, &q.down); err != nil {
 				return err
 			}
 			if err := tunedRun(p, q.upPlan, &q.up); err != nil {
