@@ -19,8 +19,8 @@
 //
 // Plan of a block for one row: expert_gate_up owns a run of (expert, tile) items; eight warps choose the experts, one fetches tiles, a few ahead,
 // by bulk copies; ten warps have two pairs (128 k) each in every tile, their activations in registers; sums meet once at the end.
-// expert_down of one row owns two or three tiles of eight rows over all experts: one bulk copy an expert, all on their way before the
-// dependency wait where the kernel before it triggered after its own (R3). Rows g and g + 8 of its tensor instruction are two
+// expert_down of one row owns two or three tiles of eight rows over all experts: one bulk copy an expert, of which six are on their way before the
+// dependency wait where the kernel before it triggered after its own (R3), the others behind what it reads there. Rows g and g + 8 of its tensor instruction are two
 // (tile, pair) units of one expert, told apart by columns 2 t and 2 t + 1. Fixed order of sums, no atomics on floats.
 #include "choose.cuh"
 #include "common.cuh"

@@ -27,7 +27,7 @@ struct GemvParams {
   uint32_t first_blocks;   // blocks that work on the first parts
   uint32_t valid_rows;     // rows >= this never win the argmax
   uint32_t trigger;        // next kernel may start: 0 at once, 1 after the own wait (R3), 2 when the activations have been read
-  uint32_t window;         // rows whose sums are kept before they are added up: at least 16, window * r <= 128
+  uint32_t window;         // rows whose sums are kept before they are added up: 16 to 64
   uint32_t reserved;
   Part part[8];
 };
