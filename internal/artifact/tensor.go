@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 
+	"ninfer/internal/mmap"
 	"ninfer/internal/num"
 )
 
@@ -143,21 +144,15 @@ func (a *File) spans(o *Object) ([][]byte, error) {
 }
 
 // Random tells the system that single places of an object will be read through its spans, so that it fetches no more than their pages.
-func (a *File) Random(id string) error {
-	o, err := a.lookup(id)
-	if err != nil {
-		return err
-	}
-	return a.pieces(o.Offset, o.Bytes, func(i int, from, n int64) error {
-		if _, err := a.view(i, from, n); err != nil {
-			return err
-		}
-		return a.parts[i].mem.Random(a.parts[i].start+from, n)
-	})
-}
+func (a *File) Random(id string) error { return a.advise(id, (*mmap.File).Random) }
 
 // Enter tells the system that what is in memory of an object will be read through its spans, as mmap.File.Enter does.
 func (a *File) Enter(id string, stop func() bool) error {
+	return a.advise(id, func(m *mmap.File, off, n int64) error { return m.Enter(off, n, stop) })
+}
+
+// advise gives the system the same advice on each piece of an object.
+func (a *File) advise(id string, advice func(m *mmap.File, off, n int64) error) error {
 	o, err := a.lookup(id)
 	if err != nil {
 		return err
@@ -166,7 +161,7 @@ func (a *File) Enter(id string, stop func() bool) error {
 		if _, err := a.view(i, from, n); err != nil {
 			return err
 		}
-		return a.parts[i].mem.Enter(a.parts[i].start+from, n, stop)
+		return advice(a.parts[i].mem, a.parts[i].start+from, n)
 	})
 }
 
