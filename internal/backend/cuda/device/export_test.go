@@ -175,15 +175,12 @@ type Attention struct {
 	List, Count                                  []uint32
 }
 
-// Attended is what rows attend to, by a block for each unit of their tokens or for each pair of units.
+// Attended is what rows attend to, by a block for each pair of units of their tokens.
 func (d *Device) Attended(a Attention) ([]byte, error) {
 	pairs := tiles(a.Ld, attendPair)
 	p := kernels.AttendGroupParams{Heads: uint32(a.Heads), Kv: uint32(a.KV), ListLd: uint32(a.Ld), Pairs: uint32(pairs)}
 	m := kernels.MergeGroupParams{Heads: p.Heads, Pairs: p.Pairs}
-	attend, shared := kernels.AttendPairs, uint32(2*kernels.AttendTile)
-	if a.KeyScales != nil {
-		attend, shared = kernels.AttendPairsFp8, kernels.AttendTile
-	}
+	attend, shared := kernels.Attender(a.KeyScales != nil)
 	out := make([]byte, 2*a.Rows*a.Heads*256)
 	err := d.placed("attend", map[*driver.Ptr][]byte{
 		&p.Q: a.Q, &m.Qg: a.Gates, &p.Keys: a.Keys, &p.Values: a.Values, &p.KeyScales: a.KeyScales, &p.ValueScales: a.ValScales, &p.List: bytesIn(a.List),

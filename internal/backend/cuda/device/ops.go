@@ -412,10 +412,7 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 	beside := scores && !d.opt.Plain && w.IndexDim == 128 && w.IndexHeads == 4 && w.HeadDim == 256 && w.Rotary.Dim == 64
 	pairs := tiles(longest, attendPair)
 	grouped := !d.opt.Plain && w.HeadDim == 256 && w.Heads/w.KVHeads <= 16 && pairs <= mostPairs
-	attendPairs, attendShared := kernels.AttendPairs, uint32(2*kernels.AttendTile)
-	if fp8 {
-		attendPairs, attendShared = kernels.AttendPairsFp8, kernels.AttendTile
-	}
+	attender, attenderShared := kernels.Attender(fp8)
 	var group kernels.AttendGroupParams
 	var join kernels.MergeGroupParams
 	if grouped {
@@ -480,7 +477,7 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 			}
 		}
 		if grouped {
-			if err := start(p, attendPairs, w.KVHeads, rows, pairs, attendShared, &group); err != nil {
+			if err := start(p, attender, w.KVHeads, rows, pairs, attenderShared, &group); err != nil {
 				return err
 			}
 			if err := start(p, kernels.MergePairs, w.Heads, rows, 4, 0, &join); err != nil {

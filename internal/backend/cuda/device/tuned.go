@@ -14,20 +14,17 @@ import (
 
 // The tuned matrix kernels take the shapes and formats of real artifacts; whatever they do not take runs on the plain ones.
 
-// tunedRun launches a tuned kernel.
+// tunedRun launches a tuned kernel, which may begin before the one ahead of it has ended.
 func tunedRun[P any](p *pass, plan kernels.Plan, params *P) error {
-	if w := p.s.d.watch; w != nil && !w.passes(plan.Kernel.Name()) {
-		return nil
-	}
-	return p.s.d.tuned.Run(p.c, p.s.d.stream, plan, params, true)
+	return tunedLaunch(p, plan, params, true)
 }
 
-// tunedRunBehind is tunedRun of a kernel that starts when all before it are over.
-func tunedRunBehind[P any](p *pass, plan kernels.Plan, params *P) error {
+// tunedLaunch launches a tuned kernel; with early it may begin before the one ahead of it has ended.
+func tunedLaunch[P any](p *pass, plan kernels.Plan, params *P, early bool) error {
 	if w := p.s.d.watch; w != nil && !w.passes(plan.Kernel.Name()) {
 		return nil
 	}
-	return p.s.d.tuned.Run(p.c, p.s.d.stream, plan, params, false)
+	return p.s.d.tuned.Run(p.c, p.s.d.stream, plan, params, early)
 }
 
 // stored is a matrix as the tuned kernels see it.
@@ -322,10 +319,7 @@ func (s *step) tunedMix(l *loader, op backend.Mix) func(*pass) error {
 	x, xOut, inject, out := s.bufs[op.X.X], other, s.bufs[op.X.Inject], s.bufs[op.Out]
 	s.bufs[op.X.X], s.other[op.X.X] = other, x
 	// hc_down reads streams and injection weights early, which is for a block between two sites to allow; a site whose result is injected by the next has none.
-	runDown := tunedRun[kernels.HcDownParams]
-	if in.Y != 0 && in.Y == s.mixed {
-		runDown = tunedRunBehind
-	}
+	early := in.Y == 0 || in.Y != s.mixed
 	s.mixed = out
 	scale := down.flags & kernels.PartScaleF32 / kernels.PartScaleF32
 	if w.Inject.Present() { // before a router too, whose weights would delay what hc_down of several rows reads
@@ -351,7 +345,7 @@ func (s *step) tunedMix(l *loader, op backend.Mix) func(*pass) error {
 			if w.Inject.Present() {
 				q.down.InjW, q.up.Inject = inj.w, inject+at*16
 			}
-			if err := runDown(p, q.downPlan, &q.down); err != nil {
+			if err := tunedLaunch(p, q.downPlan, &q.down, early); err != nil {
 				return err
 			}
 			if err := tunedRun(p, q.upPlan, &q.up); err != nil {

@@ -69,8 +69,17 @@ const (
 	PrepTile = PrepKeys * 256
 )
 
-// AttendTile is the shared memory that a block of AttendPairs asks for twice, for keys and for values, and one of AttendPairsFp8 once.
-const AttendTile = 64 * 512
+// attendTile is the keys or the values of BF16 that a block of AttendPairs has in shared memory.
+const attendTile = 64 * 512
+
+// Attender is the kernel in which a block attends for all queries of a key head, and the shared memory that it asks for: keys and values, of a cache in FP8
+// the values alone.
+func Attender(fp8 bool) (ID, uint32) {
+	if fp8 {
+		return AttendPairsFp8, attendTile
+	}
+	return AttendPairs, 2 * attendTile
+}
 
 // DeltaHeadsShared is the shared memory of a block of delta_heads: half of a head's state, records, channels.
 const DeltaHeadsShared = 54 << 10
