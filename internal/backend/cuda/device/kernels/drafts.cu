@@ -304,10 +304,10 @@ DEVICE float dot16(uint4 a, uint4 b) {
 }
 
 NINFER_KERNEL(expert_up_wide, ExpertUpParams, 256, 2) {
-  constexpr int most = 10;         // pieces of 16 bytes of a row that a lane has: 2,560 values
+  constexpr uint32_t most = 10;    // pieces of 16 bytes of a row that a lane has: 2,560 values
   __shared__ uint4 x[32 * most];
   pdl();
-  const uint32_t r = blockIdx.y, lane = threadIdx.x % 32, pieces = p.h / 8;
+  const uint32_t r = blockIdx.y, lane = threadIdx.x % 32, pieces = p.h / 8, mine = (pieces + 31 - lane) / 32;
   for (uint32_t i = threadIdx.x; i < pieces; i += 256) x[i] = __ldcg((const uint4*)(p.x + (uint64_t)r * p.h) + i);
   __syncthreads();
   for (uint32_t unit = blockIdx.x * 8 + threadIdx.x / 32; unit < p.topk * p.inter; unit += gridDim.x * 8) {
@@ -316,15 +316,15 @@ NINFER_KERNEL(expert_up_wide, ExpertUpParams, 256, 2) {
     const uint4* up = gate + (uint64_t)p.inter * pieces;
     uint4 g[most], u[most];
 #pragma unroll
-    for (int i = 0; i < most; i++)
-      if (lane + 32 * i < pieces) g[i] = stream16(gate + lane + 32 * i);
+    for (uint32_t i = 0; i < most; i++)
+      if (i < mine) g[i] = stream16(gate + lane + 32 * i);
 #pragma unroll
-    for (int i = 0; i < most; i++)
-      if (lane + 32 * i < pieces) u[i] = stream16(up + lane + 32 * i);
+    for (uint32_t i = 0; i < most; i++)
+      if (i < mine) u[i] = stream16(up + lane + 32 * i);
     float a = 0.0f, b = 0.0f;
 #pragma unroll
-    for (int i = 0; i < most; i++)
-      if (lane + 32 * i < pieces) {
+    for (uint32_t i = 0; i < most; i++)
+      if (i < mine) {
         const uint4 v = x[lane + 32 * i];
         a += dot16(g[i], v), b += dot16(u[i], v);
       }
