@@ -122,7 +122,8 @@ func TestAttended(t *testing.T) {
 	}
 }
 
-// The best blocks of a row by its scores, ties to the lower: in one segment and in several, spread, close together, with few values and with one.
+// The best blocks of a row by its scores, ties to the lower: in one segment and in several, by one block and by several, spread, close together,
+// with few values and with one.
 func TestSelected(t *testing.T) {
 	d := open(t, device.Options{})
 	defer d.Close()
@@ -183,12 +184,14 @@ func TestSelected(t *testing.T) {
 				for i := range tail {
 					add(n*ratio + i)
 				}
-				got, err := d.Selected(scores, pages, n*ratio+tail-1, ratio, most)
-				if err != nil {
-					t.Fatal(err)
-				}
-				if !slices.Equal(got, want) {
-					t.Errorf("%d blocks of %d, %s: %d tokens, want %d, or others", n, ratio, kind, len(got), len(want))
+				for _, rows := range []int{1, 100} {
+					got, err := d.Selected(scores, pages, n*ratio+tail-1, ratio, most, rows)
+					if err != nil {
+						t.Fatal(err)
+					}
+					if !slices.Equal(got, want) {
+						t.Errorf("%d blocks of %d, %s, one of %d rows: %d tokens, want %d, or others", n, ratio, kind, rows, len(got), len(want))
+					}
 				}
 			}
 		}

@@ -195,11 +195,11 @@ func (d *Device) Attended(a Attention) ([]byte, error) {
 	return out, err
 }
 
-// Selected is what a row with so many tokens before it selects by its scores: rows of tokens. Its pages are pages.
-func (d *Device) Selected(scores []float32, pages []uint32, at, ratio, most int) ([]uint32, error) {
+// Selected is what a row with so many tokens before it selects by its scores, as one of so many rows does: rows of tokens. Its pages are pages.
+func (d *Device) Selected(scores []float32, pages []uint32, at, ratio, most, rows int) ([]uint32, error) {
 	row := kernels.Row{At: uint32(at)}
 	ld := (most*ratio + ratio - 1 + 3) / 4 * 4
-	selector, selectors := kernels.Selector(len(scores))
+	selector, selectors := kernels.Selector(len(scores), rows)
 	p := kernels.SelectParams{Ratio: uint32(ratio), Blocks: uint32(len(scores)), Most: uint32(most), ListLd: uint32(ld), PagesLd: uint32(len(pages))}
 	out := make([]byte, 4*ld)
 	count := make([]byte, 4)

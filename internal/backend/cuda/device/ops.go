@@ -400,7 +400,6 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 		Rows: s.rows, Pages: prep.Pages, PagesLd: prep.PagesLd, Scores: score.Scores, List: l.rows("selection", 4*longest), Count: l.rows("selected", 4),
 		Ratio: prep.Ratio, Blocks: score.Blocks, Most: score.Most, ListLd: uint32(longest),
 	}
-	selector, selectors := kernels.Selector(blocks)
 	l.check(blocks <= kernels.SelectMost, "selection from %d blocks, %d at most", blocks, kernels.SelectMost)
 	attend := kernels.AttendParams{
 		Q: prep.Q, List: choose.List, Count: choose.Count,
@@ -468,6 +467,7 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 		join.Qg += at * driver.Ptr(4*qw)
 		merge.Qg += at * driver.Ptr(4*qw)
 		out.Out += at * driver.Ptr(2*w.Out.N)
+		selector, selectors := kernels.Selector(blocks, rows)
 		if err := start(p, selector, selectors, rows, 1, 0, &chosen); err != nil {
 			return err
 		}

@@ -4,9 +4,9 @@
 //                  sums in FP32, weights as a BF16 part and what that leaves. attend_pairs_fp8: keys and values are E4M3 with a scale. Grid: key head,
 //                  row, pair.
 //   merge_pairs    all pairs of a head, times the output gate. Grid: head, row, quarter of the head.
-//   select_blocks  where the tokens are that a row attends to, ascending: best blocks, ties to the lower, and the tail. Any shape, kSegment blocks at
-//                  most. Grid: 1, row.
-//   select_shared  the same of up to 65,536 blocks, by a cluster of eight blocks. Grid: 8, row.
+//   select_shared  where the tokens are that a row attends to, ascending: best blocks, ties to the lower, and the tail. Any shape, up to 65,536 blocks, by
+//                  a cluster of eight blocks. Grid: 8, row.
+//   select_blocks  the same of kSegment blocks at most, by one block, for rows of which not all clusters would find room. Grid: 1, row.
 //
 // A row's sums depend on its own list only: company changes nothing.
 #include "best.cuh"
@@ -14,16 +14,17 @@
 // What a kernel reads before its wait: rows, page tables and whatever the kernel before the last has made. The one before this has waited
 // before it let this one start.
 
-// A selection is one block, alone on its SM and once a launch: what takes its time is fetching instructions, so that its loops are not unrolled.
+// A selection runs through its code once: what takes its time is fetching instructions. Keys stay with the thread that has them, four next to each other.
 static constexpr int kSelect = 1024;           // threads
 static constexpr uint32_t kNear = 32;          // keys of a bin that are ranked
+static_assert(kSegment == 4 * kSelect);
 
 struct SelectRoom {
-  __align__(16) uint32_t key[kSegment];
+  __align__(16) uint32_t key[kSegment];  // only where keys are chosen bit by bit
   __align__(16) uint32_t bins[kBins];
-  uint32_t mask[kSegment / 32];  // of 32 keys: which are taken
-  uint32_t high[kSelect / 32], scan[kSelect / 32], found[3], n, near[kNear];
-  uint32_t pages[kSegment * 4 / kPage + 1];  // of blocks of four tokens
+  uint32_t mask[kSegment / 32];  // of 32 keys: which are taken; the same
+  uint32_t high[kSelect / 32], scan[kSelect / 32], found[3], n;
+  uint2 near[kNear];  // key and place
 };
 
 // Sum over the block, to all threads.
@@ -34,6 +35,42 @@ DEVICE uint32_t select_sum(SelectRoom& room, uint32_t v) {
   v = __reduce_add_sync(~0u, threadIdx.x % 32 < kSelect / 32 ? room.scan[threadIdx.x % 32] : 0u);
   __syncthreads();
   return v;
+}
+
+// Sum over the warp's lanes up to this one.
+DEVICE uint32_t warp_through(uint32_t v) {
+#pragma unroll
+  for (int o = 1; o < 32; o <<= 1) {
+    const uint32_t other = __shfl_up_sync(~0u, v, o);
+    if (threadIdx.x % 32 >= o) v += other;
+  }
+  return v;
+}
+
+// Sum over the block's threads before this one, and over all; scan is of this sum alone.
+DEVICE uint32_t block_before(uint32_t* scan, uint32_t v, uint32_t& all) {
+  const uint32_t through = warp_through(v), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (lane == 31) scan[warp] = through;
+  __syncthreads();
+  const uint32_t of = scan[lane];
+  all = __reduce_add_sync(~0u, of);
+  return through - v + __reduce_add_sync(~0u, lane < warp ? of : 0u);
+}
+
+// Four scores as keys from 1 on; those that are not live, a bit each, are 0.
+DEVICE void keys_of(float4 v, uint32_t live, uint32_t* key) {
+  const float score[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (uint32_t i = 0; i < 4; i++) {  // float_key without jumps
+    const uint32_t b = __float_as_uint(__fadd_rn(score[i], 0.0f)), k = b ^ ((uint32_t)((int32_t)b >> 31) | 0x80000000u);
+    key[i] = (live >> i & 1) && score[i] == score[i] ? k : live >> i & 1;
+  }
+}
+
+// One more in a bin, if `on`: without a jump.
+DEVICE void count_in(uint32_t* bin, bool on) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %1, 0; @p red.shared.add.u32 [%0], 1;}" ::"r"((uint32_t)__cvta_generic_to_shared(bin)), "r"((uint32_t)on)
+               : "memory");
 }
 
 // Marks the best `most` of room.key, ties to the lower place, whatever keys these are: bit by bit.
@@ -64,44 +101,38 @@ __device__ __noinline__ void choose_slowly(SelectRoom& room, uint32_t valid, uin
 static constexpr uint32_t kWindow = 1 << 25;
 struct Window {
   uint32_t base, top;  // keys from base on and below top
-  DEVICE explicit Window(uint32_t high) : base(high >= kWindow ? high - kWindow + 1 : 0), top(high + 1) {}
+  Window() = default;
+  DEVICE explicit Window(uint32_t high) : base(high > kWindow ? high - kWindow + 1 : 1), top(high + 1) {}
   DEVICE uint32_t shift() const { return max(0, 21 - __clz(top - base - 1)); }  // kBins of 2^shift keys hold it
-  DEVICE void lower() { top = base, base = base > kWindow ? base - kWindow : 0; }
+  DEVICE void lower() { top = base, base = base > kWindow ? base - kWindow : 1; }
   DEVICE void narrow(uint32_t bin) {
     const uint32_t wide = 1u << shift();
     base += bin * wide, top = min(top, base + wide);
   }
 };
 
-// Marks the best `most` of room.key, more than as many, ties to the lower place. high: the largest of this thread's keys. Bins are zero before.
-DEVICE void choose(SelectRoom& room, uint32_t valid, uint32_t most, uint32_t high) {
+// Which of this thread's four keys are among the best `most` of the block's, more than as many; ties to the lower place. Bins are zero before.
+DEVICE uint32_t choose(SelectRoom& room, const uint32_t* key, uint32_t valid, uint32_t most) {
   const uint32_t t = threadIdx.x, warp = t / 32, lane = t % 32;
-  high = __reduce_max_sync(~0u, high);
+  const uint32_t high = __reduce_max_sync(~0u, max(max(key[0], key[1]), max(key[2], key[3])));
   if (lane == 0) room.high[warp] = high;
   __syncthreads();
   Window window(__reduce_max_sync(~0u, room.high[lane]));
   uint32_t need = most, count;
-  bool slow = false;
 #pragma unroll 1
   for (;;) {
     const uint32_t base = window.base, width = window.top - base, shift = window.shift();
-#pragma unroll 1
-    for (uint32_t i = t; i < valid; i += kSelect) {
-      const uint32_t d = room.key[i] - base;
-      if (d < width) atomicAdd(room.bins + (d >> shift), 1u);
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++) {
+      const uint32_t d = key[i] - base;
+      count_in(room.bins + (d >> shift), d < width);
     }
     __syncthreads();
     // From the largest on, four bins a thread, as far as they go.
     const bool scans = t < kBins / 4;
     const uint32_t at = scans ? kBins - 4 * (t + 1) : 0;
     const uint4 v = scans ? *(const uint4*)(room.bins + at) : make_uint4(0, 0, 0, 0);
-    const uint32_t own = v.x + v.y + (v.z + v.w);
-    uint32_t sum = own;
-#pragma unroll
-    for (int o = 1; o < 32; o <<= 1) {
-      const uint32_t other = __shfl_up_sync(~0u, sum, o);
-      if (lane >= o) sum += other;
-    }
+    const uint32_t own = v.x + v.y + (v.z + v.w), sum = warp_through(own);
     if (lane == 31) room.scan[warp] = sum;
     __syncthreads();
     if (scans) *(uint4*)(room.bins + at) = make_uint4(0, 0, 0, 0);
@@ -123,37 +154,39 @@ DEVICE void choose(SelectRoom& room, uint32_t valid, uint32_t most, uint32_t hig
     }
     window.narrow(room.found[0]);
     if (need == count || count <= kNear) break;
-    slow = shift == 0;
-    if (slow) break;
-  }
-  if (slow) {
-    __syncthreads();
-    choose_slowly(room, valid, most);
-  } else {
-    const uint32_t least = need == count ? window.base : window.top;  // to be taken in any case
-#pragma unroll 1
-    for (uint32_t i = t; i - lane < valid; i += kSelect) {
-      const uint32_t key = i < valid ? room.key[i] : 0;
-      const bool larger = i < valid && key >= least;
-      if (i < valid && !larger && key >= window.base) room.near[atomicAdd(&room.n, 1u)] = i;
-      const uint32_t votes = __ballot_sync(~0u, larger);
-      if (lane == 0) room.mask[i / 32] = votes;
-    }
-    if (need < count) {
+    if (shift == 0) {
+      *(uint4*)(room.key + 4 * t) = make_uint4(key[0], key[1], key[2], key[3]);
       __syncthreads();
-      if (t < count) {
-        const uint32_t mine = room.near[t], key = room.key[mine];
-        uint32_t better = 0;
-#pragma unroll 1
-        for (uint32_t j = 0; j < count; j++) {
-          const uint32_t other = room.near[j], k = room.key[other];
-          better += k > key || k == key && other < mine;
-        }
-        if (better < need) atomicOr(room.mask + mine / 32, 1u << mine % 32);
-      }
+      choose_slowly(room, valid, most);
+      __syncthreads();
+      return 4 * t < valid ? room.mask[t / 8] >> t % 8 * 4 & 15 : 0;
     }
   }
+  const uint32_t least = need == count ? window.base : window.top;  // to be taken in any case
+  uint32_t taken = 0, close = 0;
+#pragma unroll
+  for (uint32_t i = 0; i < 4; i++) {
+    if (key[i] >= least) {
+      taken |= 1u << i;
+    } else if (key[i] >= window.base) {
+      room.near[atomicAdd(&room.n, 1u)] = make_uint2(key[i], 4 * t + i);
+      close |= 1u << i;
+    }
+  }
+  if (need == count) return taken;
   __syncthreads();
+#pragma unroll 1
+  for (; close; close &= close - 1) {
+    const uint32_t i = __ffs(close) - 1, mine = i < 2 ? i == 0 ? key[0] : key[1] : i == 2 ? key[2] : key[3];
+    uint32_t better = 0;
+#pragma unroll 1
+    for (uint32_t j = 0; j < count; j++) {
+      const uint2 other = room.near[j];
+      better += other.x > mine || other.x == mine && other.y < 4 * t + i;
+    }
+    if (better < need) taken |= 1u << i;
+  }
+  return taken;
 }
 
 // What a block of tokens is written with: rows of its tokens, which lie in one page or not.
@@ -164,17 +197,20 @@ DEVICE void list_block(uint32_t* list, const SelectParams& p, const uint32_t* pa
   for (uint32_t j = 0; j < p.ratio; j++) list[j] = whole ? id + j : token_row(pages, block * p.ratio + j);
 }
 
-// Calls todo(i, e) for each key that is taken, number e of them; mask is zero behind the last, up to a multiple of 32 words.
-template <class Do>
-DEVICE void list_taken(const uint32_t* mask, uint32_t valid, uint32_t before, Do todo) {
-  const uint32_t t = threadIdx.x, lane = t % 32;
-#pragma unroll 1
-  for (uint32_t i = t; i - lane < valid; i += kSelect) {
-    const uint32_t votes = mask[i / 32], have = __popc(mask[i / kSelect * 32 + lane]);  // of a word a lane
-    const uint32_t e = before + __reduce_add_sync(~0u, lane < t / 32 ? have : 0) + __popc(votes & ((1u << lane) - 1));
-    before += __reduce_add_sync(~0u, have);
-    if (votes >> lane & 1) todo(i, e);
+// Writes those of four blocks of tokens, from block on, that are taken: e is the number of the first. id is the row of their first token, if blocks are of
+// four tokens.
+DEVICE void list_taken(uint32_t* list, const SelectParams& p, const uint32_t* pages, uint32_t taken, uint32_t e, uint32_t block, uint32_t id) {
+  if (p.ratio == 4) {
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++)
+      if (taken >> i & 1) {
+        *(uint4*)(list + e * 4) = make_uint4(id + 4 * i, id + 4 * i + 1, id + 4 * i + 2, id + 4 * i + 3);
+        e++;
+      }
+    return;
   }
+#pragma unroll 1
+  for (; taken; taken &= taken - 1) list_block(list + e++ * p.ratio, p, pages, block + __ffs(taken) - 1);
 }
 
 NINFER_KERNEL(select_blocks, SelectParams, kSelect, 1) {
@@ -191,63 +227,53 @@ NINFER_KERNEL(select_blocks, SelectParams, kSelect, 1) {
     if (t == 0) p.count[r] = visible;
     return;
   }
-  const bool four = p.ratio == 4;
-  const uint32_t taken = p.most * p.ratio, tail = visible - n * p.ratio, end = t < tail ? token_row(pages, n * p.ratio + t) : 0;
-  const bool looks = four && t <= (n * 4 - 1) / kPage;
-  uint32_t page;
-  if (looks) page = pages[t];
+  const uint32_t tail = visible - n * p.ratio, end = t < tail ? token_row(pages, n * p.ratio + t) : 0;
+  const uint32_t live = (1u << min(n - min(n, 4 * t), 4u)) - 1;
+  uint32_t id = 0;
+  if (p.ratio == 4 && live) id = pages[16 * t / kPage] * kPage + 16 * t % kPage;
   if (t < kBins / 4) *(uint4*)(room.bins + 4 * t) = make_uint4(0, 0, 0, 0);
-  if (t < kSegment / 32) room.mask[t] = 0;
   if (t == 0) room.n = 0;
-  const float* scores = p.scores + (uint64_t)r * p.blocks;
+  const float4* scores = (const float4*)(p.scores + (uint64_t)r * p.blocks) + t;
   pdl();
-  if (looks) room.pages[t] = page;
-  uint32_t high = 0;
-  float score[kSegment / kSelect];
-#pragma unroll
-  for (uint32_t i = 0; i < kSegment / kSelect; i++)
-    if (t + i * kSelect < n) score[i] = __ldcg(scores + t + i * kSelect);
-#pragma unroll
-  for (uint32_t i = 0; i < kSegment / kSelect; i++)
-    if (t + i * kSelect < n) {
-      const uint32_t key = float_key(score[i]);
-      room.key[t + i * kSelect] = key, high = max(high, key);
-    }
-  choose(room, n, p.most, high);
-  list_taken(room.mask, n, 0, [&](uint32_t i, uint32_t e) {
-    if (four) {
-      const uint32_t id = room.pages[i * 4 / kPage] * kPage + i * 4 % kPage;
-      *(uint4*)(list + e * 4) = make_uint4(id, id + 1, id + 2, id + 3);
-    } else {
-      list_block(list + e * p.ratio, p, pages, i);
-    }
-  });
-  if (t < tail) list[taken + t] = end;
-  if (t == 0) p.count[r] = taken + tail;
+  if (t < tail) list[p.most * p.ratio + t] = end;
+  if (t == 0) p.count[r] = p.most * p.ratio + tail;
+  float4 score = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  if (live) score = __ldcg(scores);
+  uint32_t key[4], all;
+  keys_of(score, live, key);
+  const uint32_t taken = choose(room, key, n, p.most);
+  const uint32_t e = block_before(room.scan, __popc(taken), all);
+  list_taken(list, p, pages, taken, e, 4 * t, id);
 }
 
-// A selection from many blocks of tokens: eight blocks of a cluster share a row's scores.
+// Eight blocks of a cluster share a row's scores. A thread has four keys next to each other, and four kSegment further on.
 static constexpr uint32_t kShare = 8, kShareKeys = 8192, kShareNear = 64;
+static_assert(kShareKeys == 2 * kSegment);
 
-// The bin that has the last key to be taken: how many of its keys are to be taken, how many it has (0: it is in no bin), and of those of blocks before this
-// one how many are in larger bins, and in this.
+// What is known of the last key to be taken: the window that it is in, a bin once it has been found in one, how many keys of that are to be taken, how many it
+// has (0: it is in no bin), and of those of blocks before this one how many are in larger bins, and in this.
 struct Found {
-  uint32_t bin, need, count, before, ahead;
+  Window window;
+  uint32_t need, count, before, ahead;
 };
 
 struct ShareRoom {
-  __align__(16) uint32_t key[kShareKeys];
+  union {
+    __align__(16) uint32_t key[kShareKeys];  // only where keys are chosen bit by bit
+    uint2 id[kSelect];                       // of a thread's keys: the row of the first token of each four blocks
+  };
   __align__(16) uint32_t bins[kBins];
-  __align__(16) uint32_t groups[kShare][kBins / 32];  // keys in 32 bins each, of all blocks
-  uint32_t fine[kShare][32];                          // of the bins of one group, from the largest on
+  __align__(16) uint32_t groups[2][kShare][kBins / 32];  // keys in 32 bins each, of all blocks, of this pass and the one before
+  uint32_t fine[kShare][32];                             // of the bins of one group, from the largest on
   Found found;
-  uint2 near[kShareNear];
-  uint32_t mask[kShareKeys / 32];
-  uint32_t high[kShare], sums[2][kShare], scan[kSelect / 32], n, earlier;
-  uint32_t pages[kShareKeys * 4 / kPage];
+  uint2 near[kShareNear];            // key and place
+  uint32_t mask[kShareKeys / 32];    // of 32 keys: which are taken, where they are chosen bit by bit
+  uint32_t late[kSelect / 4];        // of a thread's keys, eight bits: which of the last bin's are taken
+  __align__(8) uint2 range[kShare];  // of a block: the largest key, and a bound
+  __align__(8) uint64_t came[5];     // what other blocks send: range, groups of two passes, fine, near
+  uint32_t sums[2][kShare], scan[kSelect / 32], least[kSelect / 32], n, earlier, from, valid;
 };
 
-DEVICE void share_few() { asm volatile("barrier.sync 1, 256;" ::: "memory"); }  // of the first eight warps
 DEVICE void share_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 DEVICE void share_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 DEVICE uint32_t there(const void* mine, uint32_t rank) {
@@ -256,11 +282,23 @@ DEVICE uint32_t there(const void* mine, uint32_t rank) {
   return a;
 }
 DEVICE void put(uint32_t at, uint32_t v) { asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory"); }
-DEVICE void put(uint32_t at, uint32_t v, uint32_t w) { asm volatile("st.shared::cluster.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(v), "r"(w) : "memory"); }
-DEVICE uint32_t get(uint32_t at) {
-  uint32_t v;
-  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
-  return v;
+
+// What blocks send each other brings its own word of having come: a barrier of the cluster that orders stores waits for all memory.
+DEVICE void send(uint32_t at, uint32_t v, uint32_t came) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(at), "r"(v), "r"(came) : "memory");
+}
+DEVICE void send(uint32_t at, uint32_t v, uint32_t w, uint32_t came) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(at), "l"((uint64_t)w << 32 | v), "r"(came) : "memory");
+}
+DEVICE void expect(uint64_t* came, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"((uint32_t)__cvta_generic_to_shared(came)), "r"(bytes) : "memory");
+}
+DEVICE void await(uint64_t* came, uint32_t phase) {
+  asm volatile("{.reg .pred p; L: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1; @p bra D; bra L; D: }" ::"r"(
+                   (uint32_t)__cvta_generic_to_shared(came)),
+               "r"(phase & 1)
+               : "memory");
+  __syncwarp();
 }
 
 // Sums over the cluster's blocks of v of each thread: of all, and of those before this one. step: sums before this one.
@@ -313,6 +351,21 @@ __device__ __noinline__ uint32_t share_slowly(ShareRoom& room, uint32_t rank, ui
   return before + gone;
 }
 
+// Which of a thread's eight keys there are, of so many.
+DEVICE uint32_t live_of(uint32_t valid) {
+  const uint32_t t = threadIdx.x;
+  return (1u << min(valid - min(valid, 4 * t), 4u)) - 1 | (1u << min(valid - min(valid, kSegment + 4 * t), 4u)) - 1 << 4;
+}
+
+// Rows of the first tokens of the four blocks of four tokens from block on, and of the four kSegment further on, as far as there are any.
+DEVICE uint2 first_rows(const SelectParams& p, const uint32_t* pages, uint32_t block, uint32_t live) {
+  const uint32_t at = block * 4;
+  uint2 id = make_uint2(0, 0);
+  if (p.ratio == 4 && (live & 1)) id.x = pages[at / kPage] * kPage + at % kPage;
+  if (p.ratio == 4 && (live >> 4 & 1)) id.y = pages[at / kPage + kSegment * 4 / kPage] * kPage + at % kPage;
+  return id;
+}
+
 extern "C" __global__ void __cluster_dims__(kShare, 1, 1) select_shared(const __grid_constant__ SelectParams p);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 1000
 static constexpr int kShareBlocks = 2;  // in few registers, so that a block finds room beside one of prep_score
@@ -334,86 +387,93 @@ NINFER_KERNEL(select_shared, SelectParams, kSelect, kShareBlocks) {
     if (t == 0) p.count[r] = visible;
     return;
   }
+  if (t == 0) {
+#pragma unroll
+    for (uint32_t i = 0; i < 5; i++) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"((uint32_t)__cvta_generic_to_shared(room.came + i)) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    expect(room.came, kShare * 8), expect(room.came + 1, kShare * kBins / 32 * 4), expect(room.came + 3, kShare * 32 * 4);
+  }
+  __syncwarp();
   share_arrive();  // a block's shared memory is written once it has begun
-  const bool four = p.ratio == 4;
   const uint32_t tail = visible - n * p.ratio, end = t < tail ? token_row(pages, n * p.ratio + t) : 0;
   const uint32_t per = (n + kShare * 128 - 1) / (kShare * 128) * 128, from = min(n, rank * per), valid = min(n - from, per);
-  const bool looks = four && t < (valid * 4 + kPage - 1) / kPage;
-  uint32_t page;
-  if (looks) page = pages[from * 4 / kPage + t];
+  const uint32_t live = live_of(valid);
+  room.id[t] = first_rows(p, pages, from + 4 * t, live);
   if (t < kBins / 4) *(uint4*)(room.bins + 4 * t) = make_uint4(0, 0, 0, 0);
-  if (t < kShareKeys / 32) room.mask[t] = 0;
-  if (t == 0) room.n = room.earlier = 0;
-  const float* scores = p.scores + (uint64_t)r * p.blocks + from;
+  if (t < kSelect / 4) room.late[t] = 0;
+  if (t == 0) room.n = room.earlier = room.found.before = 0, room.from = from, room.valid = valid;
+  const float4* scores = (const float4*)(p.scores + (uint64_t)r * p.blocks + from) + t;
   pdl();
-  if (looks) room.pages[t] = page;
-  uint32_t high = 0;
-#pragma unroll 1
-  for (uint32_t at = t * 4; at < valid; at += 4 * kSelect) {
-    const float4 v = __ldcg((const float4*)(scores + at));
-    const float score[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (uint32_t i = 0; i < 4; i++)
-      if (at + i < valid) {
-        const uint32_t key = float_key(score[i]);
-        room.key[at + i] = key, high = max(high, key);
-      }
+  if (rank == 0 && t < tail) list[p.most * p.ratio + t] = end;
+  if (rank == 0 && t == 0) p.count[r] = p.most * p.ratio + tail;
+  uint32_t key[8];
+  {
+    float4 score[2] = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
+    if (live & 1) score[0] = __ldcg(scores);
+    if (live >> 4 & 1) score[1] = __ldcg(scores + kSegment / 4);
+    keys_of(score[0], live, key), keys_of(score[1], live >> 4, key + 4);
   }
-  high = __reduce_max_sync(~0u, high);
-  if (lane == 0) room.scan[warp] = high;
+  uint32_t high = max(max(max(key[0], key[1]), max(key[2], key[3])), max(max(key[4], key[5]), max(key[6], key[7])));
+  // Where eight threads next to each other are as many times as there are keys to take, none below the least of their largest is taken.
+  uint32_t least = high;
+#pragma unroll
+  for (int o = 1; o < 8; o <<= 1) least = max(least, __shfl_xor_sync(~0u, least, o));
+  if (t / 8 * 32 >= valid) least = ~0u;
+  const uint32_t full = n / per, rest = n - full * per;
+  if (full * (min(per, kSegment) / 32) + (min(rest, kSegment) + 31) / 32 < p.most) least = 0;
+  high = __reduce_max_sync(~0u, high), least = __reduce_min_sync(~0u, least);
+  if (lane == 0) room.scan[warp] = high, room.least[warp] = least;
   __syncthreads();
   share_wait();
   if (warp == 0) {
-    high = __reduce_max_sync(~0u, room.scan[lane]);
-    if (lane < kShare) put(there(&room.high[rank], lane), high);
+    high = __reduce_max_sync(~0u, room.scan[lane]), least = __reduce_min_sync(~0u, room.least[lane]);
+    if (lane < kShare) send(there(&room.range[rank], lane), high, least, there(room.came, lane));
   }
-  share_arrive();
-  share_wait();
-  Window window(__reduce_max_sync(~0u, room.high[lane % kShare]));
-  uint32_t need = p.most, count, before = 0, ahead = 0;
+  await(room.came, 0);
+  const uint2 range = room.range[lane % kShare];
+  Window window(__reduce_max_sync(~0u, range.x));
+  window.base = max(window.base, __reduce_min_sync(~0u, range.y));
+  if (t == 0) room.found.window = window;
+  uint32_t need = p.most, count, fines = 0;
   bool slow = false;
 #pragma unroll 1
-  for (;;) {
+  for (uint32_t pass = 0;; pass++) {
     const uint32_t base = window.base, width = window.top - base, shift = window.shift();
-#pragma unroll 1
-    for (uint32_t i = t; i < valid; i += kSelect) {
-      const uint32_t d = room.key[i] - base;
-      if (d < width) atomicAdd(room.bins + (d >> shift), 1u);
+#pragma unroll
+    for (uint32_t i = 0; i < 8; i++) {
+      const uint32_t d = key[i] - base;
+      count_in(room.bins + (d >> shift), d < width);
     }
     __syncthreads();
+    auto& groups = room.groups[pass & 1];
+    uint64_t* came = room.came + 1 + (pass & 1);
     {
       const uint32_t a = __reduce_add_sync(~0u, room.bins[warp * 64 + lane]), b = __reduce_add_sync(~0u, room.bins[warp * 64 + 32 + lane]);
-      if (lane < kShare) put(there(&room.groups[rank][warp * 2], lane), a, b);
+      if (lane < kShare) send(there(&groups[rank][warp * 2], lane), a, b, there(came, lane));
     }
-    share_arrive();
-    share_wait();
-    // From the largest on, by as few warps as can be: the group, two a lane, then the bin of it.
+    // From the largest on, by as few warps as can be: the group, two a lane, whose bins each of eight warps sends to a block, then the bin of it.
     if (warp < kShare) {
+      await(came, pass >> 1);
       const uint32_t at = 62 - 2 * lane;
       uint32_t own[2] = {0, 0}, mine[2] = {0, 0};  // of all blocks, of those before this one
 #pragma unroll
       for (uint32_t i = 0; i < kShare; i++) {
-        const uint2 v = *(const uint2*)&room.groups[i][at];
+        const uint2 v = *(const uint2*)&groups[i][at];
         own[0] += v.y, own[1] += v.x;
         if (i < rank) mine[0] += v.y, mine[1] += v.x;
       }
-      uint32_t sum = own[0] + own[1];
-#pragma unroll
-      for (int o = 1; o < 32; o <<= 1) {
-        const uint32_t other = __shfl_up_sync(~0u, sum, o);
-        if (lane >= o) sum += other;
-      }
+      const uint32_t sum = warp_through(own[0] + own[1]);
       uint32_t above = sum - own[0] - own[1];
       const uint32_t reach = __ballot_sync(~0u, sum >= need);
       if (reach) {
         const uint32_t who = __ffs(reach) - 1;
         const bool second = above + own[0] < need;
         const uint32_t group = __shfl_sync(~0u, second ? at : at + 1, who);
-        room.fine[warp][lane] = get(there(room.bins + group * 32 + 31 - lane, warp));
-        above = __shfl_sync(~0u, second ? above + own[0] : above, who);
-        uint32_t prior = __reduce_add_sync(~0u, (at + 1 > group ? mine[0] : 0) + (at > group ? mine[1] : 0));
-        share_few();
+        send(there(&room.fine[rank][lane], warp), room.bins[group * 32 + 31 - lane], there(room.came + 3, warp));
         if (warp == 0) {
+          above = __shfl_sync(~0u, second ? above + own[0] : above, who);
+          uint32_t prior = __reduce_add_sync(~0u, (at + 1 > group ? mine[0] : 0) + (at > group ? mine[1] : 0));
+          await(room.came + 3, fines);
           uint32_t total = 0, own_prior = 0;  // of bin 31 - lane of the group
 #pragma unroll
           for (uint32_t i = 0; i < kShare; i++) {
@@ -421,88 +481,96 @@ NINFER_KERNEL(select_shared, SelectParams, kSelect, kShareBlocks) {
             total += v;
             if (i < rank) own_prior += v;
           }
-          uint32_t through = total;
-#pragma unroll
-          for (int o = 1; o < 32; o <<= 1) {
-            const uint32_t other = __shfl_up_sync(~0u, through, o);
-            if (lane >= o) through += other;
-          }
+          const uint32_t through = warp_through(total);
           const uint32_t bin = __ffs(__ballot_sync(~0u, above + through >= need)) - 1;
           prior += __reduce_add_sync(~0u, lane < bin ? own_prior : 0);
-          if (lane == bin) room.found = {group * 32 + 31 - bin, need - above - (through - total), total, prior, own_prior};
+          if (lane == bin) {
+            room.found.window.narrow(group * 32 + 31 - bin);
+            room.found.need = need - above - (through - total), room.found.count = total, room.found.before += prior, room.found.ahead = own_prior;
+          }
         }
       } else if (warp == 0) {  // all of the window is taken
         const uint32_t prior = __reduce_add_sync(~0u, mine[0] + mine[1]);
-        if (lane == 31) room.found = {0, need - sum, 0, prior, 0};
+        if (lane == 31) room.found.window.lower(), room.found.need = need - sum, room.found.count = 0, room.found.before += prior;
       }
     }
     __syncthreads();
-    const Found found = room.found;
-    need = found.need, count = found.count, before += found.before, ahead = found.ahead;
+    window = room.found.window, need = room.found.need, count = room.found.count;
     if (count) {
-      window.narrow(found.bin);
       if (need == count || count <= kShareNear) break;
-      slow = shift == 0;
+      slow = window.top - window.base == 1;
       if (slow) break;
-    } else {
-      window.lower();
+      fines++;
     }
-    share_arrive();  // nobody looks at these bins any more
-    share_wait();
+    if (t == 0) {
+      expect(room.came + 1 + (~pass & 1), kShare * kBins / 32 * 4);
+      if (count) expect(room.came + 3, kShare * 32 * 4);
+    }
     if (t < kBins / 4) *(uint4*)(room.bins + 4 * t) = make_uint4(0, 0, 0, 0);
     __syncthreads();
   }
+  uint32_t taken = 0, before;
   if (slow) {
+    __syncthreads();
+    *(uint4*)(room.key + 4 * t) = make_uint4(key[0], key[1], key[2], key[3]);
+    *(uint4*)(room.key + kSegment + 4 * t) = make_uint4(key[4], key[5], key[6], key[7]);
     share_arrive();
     share_wait();
-    before = share_slowly(room, rank, valid, p.most);
+    before = share_slowly(room, rank, room.valid, p.most);
     share_arrive();
     share_wait();
+    taken = (room.mask[t / 8] >> t % 8 * 4 & 15 | (room.mask[kSegment / 32 + t / 8] >> t % 8 * 4 & 15) << 4) & live_of(room.valid);
+    room.id[t] = first_rows(p, p.pages + (uint64_t)p.rows[r].slot * p.pages_ld, room.from + 4 * t, live_of(room.valid));
   } else {
-    const uint32_t least = need == count ? window.base : window.top;  // to be taken in any case
-#pragma unroll 1
-    for (uint32_t i = t; i - lane < valid; i += kSelect) {
-      const uint32_t key = i < valid ? room.key[i] : 0;
-      const bool larger = i < valid && key >= least;
-      if (i < valid && !larger && key >= window.base) {
-        const uint32_t e = ahead + atomicAdd(&room.n, 1u);
-#pragma unroll 1
-        for (uint32_t j = 0; j < kShare; j++) put(there(room.near + e, j), key, from + i);
-      }
-      const uint32_t votes = __ballot_sync(~0u, larger);
-      if (lane == 0) room.mask[i / 32] = votes;
+    const uint32_t sure = need == count ? window.base : window.top;  // to be taken in any case
+    uint32_t close = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < 8; i++) {
+      if (key[i] >= sure) taken |= 1u << i;
+      else if (key[i] >= window.base) close |= 1u << i;
     }
-    __syncwarp();
-    share_arrive();
-    share_wait();
+    before = room.found.before;
     if (need == count) {
-      before += ahead;
-    } else if (t < count) {
-      const uint2 own = room.near[t];
-      uint32_t better = 0;
+      before += room.found.ahead;
+    } else {
+      if (t == 0) expect(room.came + 4, count * 8);
 #pragma unroll 1
-      for (uint32_t j = 0; j < count; j++) {
-        const uint2 other = room.near[j];
-        better += other.x > own.x || other.x == own.x && other.y < own.y;
+      for (; close; close &= close - 1) {
+        const uint32_t i = __ffs(close) - 1, k = i & 3, e = room.found.ahead + atomicAdd(&room.n, 1u);
+        const uint32_t a = i < 4 ? key[0] : key[4], b = i < 4 ? key[1] : key[5], c = i < 4 ? key[2] : key[6], d = i < 4 ? key[3] : key[7];
+        const uint32_t own = k < 2 ? k == 0 ? a : b : k == 2 ? c : d;
+#pragma unroll 1
+        for (uint32_t j = 0; j < kShare; j++) send(there(room.near + e, j), own, room.from + i / 4 * kSegment + 4 * t + k, there(room.came + 4, j));
       }
-      if (better < need) {
-        if (own.y < from) atomicAdd(&room.earlier, 1u);
-        else if (own.y < from + valid) atomicOr(room.mask + (own.y - from) / 32, 1u << (own.y - from) % 32);
+      __syncwarp();
+      if (t < (count + 31) / 32 * 32) {
+        await(room.came + 4, 0);
+        if (t < count) {
+          const uint2 own = room.near[t];
+          uint32_t better = 0;
+#pragma unroll 1
+          for (uint32_t j = 0; j < count; j++) {
+            const uint2 other = room.near[j];
+            better += other.x > own.x || other.x == own.x && other.y < own.y;
+          }
+          if (better < need) {
+            const uint32_t place = own.y - room.from;
+            if (own.y < room.from) atomicAdd(&room.earlier, 1u);
+            else if (place < room.valid) atomicOr(room.late + place % kSegment / 16, 1u << (place % 16 / 4 * 8 + place / kSegment * 4 + place % 4));
+          }
+        }
       }
+      __syncthreads();
+      taken |= room.late[t / 4] >> t % 4 * 8 & 255;
     }
   }
-  __syncthreads();
+  uint32_t all;
+  const uint32_t places = block_before(room.scan, __popc(taken & 15) | __popc(taken >> 4) << 16, all);
   before += room.earlier;
-  list_taken(room.mask, valid, before, [&](uint32_t i, uint32_t e) {
-    if (four) {
-      const uint32_t id = room.pages[i * 4 / kPage] * kPage + i * 4 % kPage;
-      *(uint4*)(list + e * 4) = make_uint4(id, id + 1, id + 2, id + 3);
-    } else {
-      list_block(list + e * p.ratio, p, pages, from + i);
-    }
-  });
-  if (rank == 0 && t < tail) list[p.most * p.ratio + t] = end;
-  if (rank == 0 && t == 0) p.count[r] = p.most * p.ratio + tail;
+  const uint32_t* again = p.pages + (uint64_t)(p.ratio == 4 ? 0 : p.rows[r].slot) * p.pages_ld;
+  const uint2 id = room.id[t];
+  list_taken(p.list + (uint64_t)r * p.list_ld, p, again, taken & 15, before + (places & 0xffff), room.from + 4 * t, id.x);
+  list_taken(p.list + (uint64_t)r * p.list_ld, p, again, taken >> 4, before + (all & 0xffff) + (places >> 16), room.from + kSegment + 4 * t, id.y);
 }
 
 static constexpr int kGroup = 256;

@@ -52,11 +52,14 @@ const (
 // SelectMost is how many blocks of tokens can be selected from.
 const SelectMost = selectShare * 8192
 
-const selectShare = 8 // blocks of a cluster of SelectShared
+const (
+	selectShare = 8 // blocks of a cluster of SelectShared
+	selectRows  = 8 // for so many rows all clusters find room at once
+)
 
-// Selector is the kernel that selects from so many blocks of tokens, and how many blocks of it a row takes.
-func Selector(blocks int) (ID, int) {
-	if blocks <= Segment {
+// Selector is the kernel that selects from so many blocks of tokens for each of so many rows, and how many blocks of it a row takes.
+func Selector(blocks, rows int) (ID, int) {
+	if rows > selectRows && blocks <= Segment {
 		return SelectBlocks, 1
 	}
 	return SelectShared, selectShare
