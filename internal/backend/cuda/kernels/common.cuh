@@ -78,8 +78,8 @@ NINFER_DEVICE float ldg_l2_bf16(const bf16* p) {
 NINFER_DEVICE void mbar_init(uint32_t bar, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
 }
-// Makes initialised barriers visible to the copy engine; a block barrier must follow.
-NINFER_DEVICE void mbar_fence_init() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Makes initialised barriers visible to others and to the copy engine; a block barrier must follow. A fence of the proxies is a MEMBAR besides.
+NINFER_DEVICE void mbar_fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 NINFER_DEVICE void mbar_expect(uint32_t bar, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
