@@ -147,7 +147,8 @@ struct DownShared {
 };
 
 // Half of a stream's k of up to 32 weight rows, or of its inject rows (INJECT). A warp has 128 k; its threads make the operands of four k each, in shared memory, of
-// all activation rows; it multiplies all weight rows.
+// all activation rows; it multiplies all weight rows. The block of the inject rows, which has least to do, writes the rows and their squares, also where there are
+// no inject rows (a mixer that injects nothing).
 //
 // E4M3 weights are FP16 numbers, and so is their operand, times a power of two that brings the largest of the warp's below 2^15: 2^-11 of each value
 // is lost at most, where its BF16 result loses 2^-8. BF16 weights have two BF16 operands, high and low part, of which 2^-16 is lost.
@@ -162,8 +163,6 @@ NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t part, uint32_t grou
   const auto [stream, k0, size, row0, n, most] = down_share<2, INJECT>(p, part, group);
   const uint32_t bar = smem_addr(smem), weights = bar + 128;
   STAMP_BEGIN(120 + FP8)
-  // The blocks of a part share the writing of the rows, and the first has what is left.
-  const uint32_t writes = INJECT ? 0 : ((group < 8 ? 1u << group : 0) | (group == 0 && p.groups < p.r ? ~0u << p.groups : 0)) & ((1u << p.r) - 1);
   // The copies first: an instruction that is new to the SM takes some six clocks.
   const uint8_t* const stored = (const uint8_t*)(INJECT ? (const void*)p.inj_w : p.down) + (((uint64_t)row0 * 4 + stream) * p.h + k0) * bytes;
   if (threadIdx.x == 0) {
@@ -174,12 +173,6 @@ NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t part, uint32_t grou
   __syncthreads();
   if (lane == 0)
     for (uint32_t i = warp; i < n; i += kDownWarps) bulk_load(weights + i * pitch, stored + (uint64_t)i * 4 * p.h * bytes, bytes * size, bar, policy_evict_first());
-  if (n == 0) {  // a mixer, which injects nothing
-    if (p.trigger == 0) pdl_trigger();
-    pdl_wait();
-    if (p.trigger != 0) pdl_trigger();
-    return;
-  }
   const uint32_t k = warp * 128 + lane * 4;
   const bool mine = k < size;
   // Behind the weights each slice of k has a cell for a row's operand, or its high part, and one for the low part.
@@ -197,7 +190,7 @@ NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t part, uint32_t grou
   const uint32_t first = min(warp * 128 + 8 * t, size - 8), room = size - 8 - first;
   uint32_t at[2 * kTiles];
 #pragma unroll
-  for (int i = 0; i < 2 * kTiles; i++) at[i] = weights + min(g + 8 * i, n - 1) * pitch + first * bytes, made(at[i]);
+  for (int i = 0; i < 2 * kTiles; i++) at[i] = weights + min(g + 8 * i, max(n, 1) - 1) * pitch + first * bytes, made(at[i]);
   uint2 x[MOST], y[MOST];
   uint32_t inject_bits[MOST];
 #pragma unroll
@@ -221,7 +214,7 @@ NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t part, uint32_t grou
   mbar_wait(bar, 0);
   // The first kEarly chunks of 32 k of a tile are in registers as operands before the activations come, and all others of E4M3 as stored.
   constexpr int kAll = 4 * kTiles;
-  constexpr int kEarly = HALF ? (MOST == 1 ? 3 : 1) : INJECT || MOST == 1 ? 4 : 5;
+  constexpr int kEarly = HALF ? (MOST == 1 ? 6 : 4) : INJECT || MOST == 1 ? 4 : 5;
   uint4 lo[kAll], hi[kAll];
   uint2 raw_lo[kAll], raw_hi[kAll];
   auto fetch = [&](int c) {
@@ -292,9 +285,9 @@ NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t part, uint32_t grou
   float square[MOST];
 #pragma unroll
   for (uint32_t r = 0; r < MOST; r++)
-    if (!INJECT && mine && writes >> r & 1) *(uint2*)(p.x_out + ((uint64_t)r * 4 + stream) * p.h + k0 + k) = x[r];
+    if (INJECT && mine) *(uint2*)(p.x_out + ((uint64_t)r * 4 + stream) * p.h + k0 + k) = x[r];
   __syncwarp();
-  if (!INJECT)  // beside the product, whoever writes
+  if (INJECT)  // beside the product
 #pragma unroll
     for (uint32_t r = 0; r < MOST; r++) square[r] = sum_of_slice(squares_of(x[r].x, x[r].y));
   STAMP(4)
@@ -335,7 +328,7 @@ NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t part, uint32_t grou
         to[t][i + 4 * j] = ((acc[0][j] + acc[1][j]) + (acc[0][j + 1] + acc[1][j + 1])) + ((acc[2][j] + acc[3][j]) + (acc[2][j + 1] + acc[3][j + 1]));
     }
   }
-  if (!INJECT && lane == 0)
+  if (INJECT && lane == 0)
 #pragma unroll
     for (uint32_t r = 0; r < MOST; r++) sh.squares[warp][r] = square[r];
   STAMP(5)
@@ -346,7 +339,7 @@ NINFER_DEVICE void down_rows(const HcDownParams& p, uint32_t part, uint32_t grou
     p.partial[(uint64_t)(8 * warp + part) * (p.l + 4) + (INJECT ? p.l : row0) + lane] = add_up(&sh.sums[0][warp][lane], MOST * 36, s);
   }
   const uint32_t q = kDownThreads - 1 - threadIdx.x;  // a row whose squares are here
-  if (q < MOST && writes >> q & 1) p.square[8 * q + part] = add_up(&sh.squares[0][q], MOST, 1.0f);
+  if (INJECT && q < MOST) p.square[8 * q + part] = add_up(&sh.squares[0][q], MOST, 1.0f);
   STAMP(7)
 }
 
@@ -747,7 +740,8 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
   __shared__ float squares[4 * MOST];
 
   STAMP_BEGIN(130 + FP8)
-  if (ONE && FP8 && p.trigger == 0) pdl_trigger();  // 200 instructions sooner, which costs several rows and BF16
+  const bool first_of_all = FP8 && (ONE || MOST == 4 && p.r == 2);  // 200 instructions sooner, which costs more rows and BF16
+  if (first_of_all && p.trigger == 0) pdl_trigger();
   if (threadIdx.x == 0) {
     mbar_init(bar, 1);
     if (!ONE) mbar_init(arrived, 1);
@@ -797,7 +791,7 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
   asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(per_h) : "f"((float)p.h));
   made(parts), made(all), made(xs);
   if (!ONE) made(out), made(hi), made(sum_to), made(sum_from), made(low_to), made(half), made(half_mask);
-  if (!(ONE && FP8) && p.trigger == 0) pdl_trigger();
+  if (!first_of_all && p.trigger == 0) pdl_trigger();
   if (!ONE) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
   STAMP(1)
   pdl_wait();
@@ -932,7 +926,7 @@ CLUSTER(hc_up_mix_rows_e4m3, 8)
 // Registers here too: with 48 two blocks fit beside one of hc_down.
 #pragma push_macro("NINFER_KERNEL")
 #undef NINFER_KERNEL
-#define NINFER_KERNEL(name, Params, threads, registers) extern "C" __global__ void __maxnreg__(registers) name(const __grid_constant__ Params p)
+#define NINFER_KERNEL(name, Params, threads, registers) extern "C" __global__ void __maxnreg__(registers MORE) name(const __grid_constant__ Params p)
 NINFER_KERNEL(hc_up_mix_few_bf16, HcUpParams, kUpThreads, 56) { up_columns<false, 4>(p); }
 NINFER_KERNEL(hc_up_mix_few_e4m3, HcUpParams, kUpThreads, 48) { up_columns<true, 4>(p); }
 NINFER_KERNEL(hc_up_mix_rows_bf16, HcUpParams, kUpThreads, 72) { up_columns<false, 8>(p); }

@@ -317,9 +317,6 @@ func (l Limits) HcDown(fp8 bool, r, h, low uint32) (Plan, HcDownParams, error) {
 		p.Groups *= 2
 	}
 	rows := (low + p.Groups - 1) / p.Groups
-	if r > upFew {
-		p.Trigger = 2 // at once it is 40 us a step slower: hc_up_mix's weights delay the activations
-	}
 	// the weights, and cells for each slice; of E4M3 the sums need room behind the inject rows, which are BF16
 	half, whole := slices*downSlice+32, 2*slices*downSlice+64
 	plan := Plan{Kernel: []ID{HcDownBf16, HcDownTwoBf16, HcDownFewBf16}[min(r, 3)-1], Grid: parts * (p.Groups + 1)}
