@@ -189,14 +189,8 @@ func (p *pass) project(x multiplicand, ld, rows int, parts []plain.Part, shift p
 				q.Part[i].ScaleF32 = 1
 			}
 		}
-		if x.lanes && x.squares != 0 && plain.Format(parts[0].M.Format) == plain.BF16 {
-			// so that the delta rule's reads and writes do not wait behind the weights
-			switch {
-			case n <= 2:
-				q.Part[0].Paced = plain.Paced(1000, 0)
-			case n <= 5:
-				q.Part[0].Paced = plain.Paced(700, 0)
-			}
+		if x.lanes && x.squares != 0 {
+			q.Part[0].Paced = plain.Paced(plain.Format(parts[0].M.Format) != plain.BF16, n)
 		}
 		if err := start(p, kernel, grid, 1, 1, uint32(shared), &q); err != nil {
 			return false, err

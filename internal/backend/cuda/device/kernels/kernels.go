@@ -110,7 +110,7 @@ type Projector struct {
 
 // Projectors are the Project kernels, the best first.
 var Projectors = []Projector{
-	{ProjectWholeLanes, true, 2, ProjectRows, 2, 0},
+	{ProjectWholeLanes, true, 3, ProjectRows, 2, 0},
 	{ProjectWhole, true, 1, 2, 1, 0},
 	{ProjectWholeRows, true, 2, ProjectRows, 2, 0},
 	{ProjectE4m3, true, 1, ProjectRows, 1, 4},
@@ -129,9 +129,21 @@ type Projection struct {
 // Shares says how many of n weight rows each of so many blocks has, and 65,536 times how many blocks have one more. It is a parameter of the kernel.
 func Shares(n, blocks int) uint32 { return uint32(n/blocks | n%blocks<<16) }
 
-// Paced makes a Project kernel that brings all of a block's weights ask for a number of rows so many clocks apart, and for the rest at once; one of BF16
-// whose rows stay as they are for what it asks before the wait, 128 bytes of each weight row and share of k at a time.
-func Paced(clocks, rows uint32) uint32 { return clocks | rows<<16 }
+// Paced is how many clocks lie between what a block of a Project kernel asks for in front of its wait, so that what the delta rule of so many lanes still reads and writes does not wait
+// behind all of the weights: 12 KB of E4M3, of BF16 rows that stay as they are 128 bytes of each weight row and share of k. 0: all at once.
+func Paced(e4m3 bool, lanes int) uint32 {
+	switch {
+	case e4m3 && (lanes < 3 || lanes > 5):
+		return 300
+	case e4m3:
+		return 150
+	case lanes < 3:
+		return 1000
+	case lanes < 6:
+		return 700
+	}
+	return 0
+}
 
 // exact says whether BF16 rows stay as they are, beside BF16 weights: a head has whole runs of 128 bytes of them, or there are no factors.
 func (p Projection) exact() bool {

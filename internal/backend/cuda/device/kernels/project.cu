@@ -119,7 +119,8 @@ DEVICE void bring(const Shift& s, uint32_t at, uint32_t fresh) {
 
 // What a block brings forward: one of its warps, some pieces at a time.
 struct Windows {
-  uint32_t piece, last, fresh, bytes, at;  // bytes of a piece, the lane's first place
+  uint32_t piece = 0, last = 0, fresh = 0, bytes = 0, at = 0;  // bytes of a piece, the lane's first place
+  Windows() = default;
   DEVICE Windows(const ProjectParams& p, bool mine, uint32_t room_at, uint32_t lane) {
     const uint32_t share = (pieces(p.shift) + gridDim.x - 1) / gridDim.x;
     piece = blockIdx.x * share + lane, last = mine ? min(pieces(p.shift), (blockIdx.x + 1) * share) : 0;
@@ -198,24 +199,13 @@ DEVICE void project(const ProjectParams& p) {
     __syncwarp();
     if (kWhole) {
       if (C == 1) asm volatile("bar.arrive 1, %0;" ::"n"(32 * W) : "memory");
-      // The first ones no faster than memory gives them, if so wished: what others read waits behind all that has been asked for.
-      const uint32_t clocks = p.part[0].paced & 0xffff, slow = (p.part[0].paced >> 16) * C;
-      uint32_t begun, now;
-      asm volatile("mov.u32 %0, %clock;" : "=r"(begun)::"memory");
 #pragma unroll 1
-      for (uint32_t at = 0; at < C * tile && last_chunk > first_chunk;) {
-        const bool one = at < slow;
-        if (one) {
-          do asm volatile("mov.u32 %0, %clock;" : "=r"(now)::"memory");
-          while (now - begun < at * clocks / C);
-        }
-        __syncwarp();
-        const uint32_t i = at + lane, of = i < tile ? 0 : 1, n = first_of(home + of) + i - of * tile;  // of at most two blocks
-        if (i < (one ? at + 1 : C * tile) && n < first_of(home + of + 1))
+      for (uint32_t i = lane; i < C * tile && last_chunk > first_chunk; i += 32) {
+        const uint32_t of = i < tile ? 0 : 1, n = first_of(home + of) + i - of * tile;  // of at most two blocks
+        if (n < first_of(home + of + 1))
           asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(weights + i * row_pitch),
                        "l"(row_at(n, first_chunk)), "r"((last_chunk - first_chunk) * 64), "r"(bar), "l"(policy)
                        : "memory");
-        at += one ? 1 : 32;
       }
       __syncwarp();
     }
@@ -550,7 +540,7 @@ DEVICE void lines(const ProjectParams& p) {
   }
   if (n_lines) {
     // No faster than is wished: what the delta rule still reads waits behind all that has been asked for.
-    const uint32_t clocks = p.part[0].paced & 0xffff;
+    const uint32_t clocks = p.part[0].paced;
     uint32_t begun, now;
     asm volatile("mov.u32 %0, %clock;" : "=r"(begun)::"memory");
 #pragma unroll 1
@@ -683,6 +673,212 @@ DEVICE void lines(const ProjectParams& p) {
   windows.finish(p.shift);
 }
 
+// One part of E4M3 rows of K values, of which a block has 16 to 24, times R BF16 rows one behind the other (0: three to eight, by pairs of blocks), without factors or with one for
+// each 128 values: what project does there, in few instructions, since those that an SM has not fetched for long take longer than what they do.
+DEVICE bool brief_takes(const ProjectParams& p, uint32_t k) {
+  return p.k == k && p.x_ld == k && p.parts == 1 && (p.shares & 0xffff) >= 16 && (!p.squares || p.dim == 128);
+}
+template <uint32_t K, uint32_t R>
+DEVICE void brief(const ProjectParams& p) {
+  constexpr uint32_t C = R ? 1 : 2, W = kWarps, SH = W / C, kPart = K / C, kShare = K / W, pitch = kPart * 2 + 16, row_pitch = kPart + 64, kHeads = kShare / 128, kMine = R ? R : 4;
+  static_assert(kShare == 512 && R <= 2);
+  const uint32_t rows = R ? R : p.r, even = R ? R : (rows + 1) / 2 * 2;  // even: for how many there is room in the sums
+  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  uint32_t rank = 0;
+  if (C > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  const uint32_t few = p.shares & 0xffff, over = p.shares >> 16, home = blockIdx.x - rank;
+  const uint32_t first = home * few + min(home, over), n0 = few + (home < over), n = n0 + (C > 1 ? few + (home + 1 < over) : 0);  // the cluster's weight rows, those of its first block
+  // shared memory: powers of two [row][share], barriers of the weights and of the sums, whether the wait is over, sums [share][24][even], operand [row][pitch], weights [cluster's
+  // rows][row_pitch], pieces of windows
+  const uint32_t base = shared_at(room), bar = base + 512, met = bar + 8, over_at = bar + 24, sums = base + 640;
+  const uint32_t xs = sums + W * rows * 128, weights = R ? base + (640 + W * R * 128 + R * pitch + 127) / 128 * 128 : (xs + rows * pitch + 127) & ~127u;
+  if (warp == W - 1) {
+    if (lane == 0) {
+#pragma unroll
+      for (uint32_t i = 0; i < C; i++) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(bar + 8 * i) : "memory");
+      asm volatile("st.volatile.shared.u32 [%0], 0;" ::"r"(over_at) : "memory");
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(n * kPart) : "memory");
+    }
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    const uint8_t* from = (const uint8_t*)p.part[0].w + (uint64_t)first * K + rank * kPart;
+    const uint32_t clocks = p.part[0].paced;
+    uint32_t due, now, at_once = !clocks;
+    asm volatile("mov.u32 %0, %clock;" : "=r"(due)::"memory");
+    __syncwarp();
+    // Until the wait is over no faster than is wished, 12 KB at a time: what the delta rule still reads and writes waits behind all that has been asked for.
+#pragma unroll 1
+    for (uint32_t at = 0, stop; at < n; at = stop) {
+      stop = n;
+      if (!at_once) {
+        do {
+          asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(at_once) : "r"(over_at) : "memory");
+          asm volatile("mov.u32 %0, %clock;" : "=r"(now)::"memory");
+        } while ((int)(now - due) < 0 && !at_once);
+        at_once = __any_sync(~0u, at_once), due += clocks;
+        if (!at_once) stop = min(n, at + 2 * C);
+      }
+#pragma unroll 1
+      for (uint32_t i = at + lane; i < stop; i += 32)
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(weights + i * row_pitch),
+                     "l"(from + (uint64_t)i * K), "r"(kPart), "r"(bar), "l"(policy)
+                     : "memory");
+      __syncwarp();
+    }
+    if (C > 1 && lane == 0) {
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(met), "r"(W * 4 * even * (few + min(over, 1))) : "memory");
+    }
+    __syncwarp();
+  }
+  if (C > 1) cluster_arrive();
+  else if (warp == W - 1) asm volatile("bar.arrive 1, %0;" ::"n"(32 * W) : "memory");
+  const uint32_t set = C > 1 && warp >= SH, mine = warp - set * SH, share = rank * SH + mine, tile = few + min(over, 1);
+  const uint32_t own = first + (rank ? n0 : 0), count = rank ? n - n0 : n0;  // this block's weight rows
+  const uint32_t place = R ? lane : threadIdx.x / 8;                         // whose results this thread finishes
+  uint32_t scale_low, scale_high;
+  {
+    const uint32_t f32 = p.part[0].scale_f32;
+    const uint8_t* at = (const uint8_t*)p.part[0].scale + ((uint64_t)(own + min(place, count - 1)) << (f32 ? 2 : 1));
+    asm volatile("ld.global.nc.u16 %0, [%2]; ld.global.nc.u16 %1, [%3];" : "=r"(scale_low), "=r"(scale_high) : "l"(at), "l"(at + (f32 ? 2 : 0)));
+  }
+  Windows windows;
+  if (warp == W - 2) windows = Windows(p, true, weights + C * tile * row_pitch, lane), windows.find_all(p.shift);
+  // A warp makes every C-th row ready. Where they are is worked out in front of the wait: shared memory keeps the compiler from doing it behind.
+  const bool scaled = p.squares;
+  const uint32_t n_mine = R ? R : (rows - set + 1) / 2, of = min(lane / kHeads, n_mine - 1) * C + set;  // of: a row whose factor of one of the share's heads this lane makes
+  const bf16* x_from = (const bf16*)p.x + set * K + share * kShare + lane * 8;
+  const float* square = scaled ? p.squares + (of * (K / 128) + share * kHeads + lane % kHeads) * 4 : (const float*)p.x;
+  const uint32_t mine_x = xs + set * pitch + mine * (kShare * 2) + lane * 16;
+  asm volatile("st.shared.v2.u64 [%2], {%0, %1}; ld.volatile.shared.v2.u64 {%0, %1}, [%2];" : "+l"(x_from), "+l"(square) : "r"(mine_x) : "memory");
+  __syncwarp();
+  pdl_wait();
+  if (threadIdx.x == 0) asm volatile("st.volatile.shared.u32 [%0], 1;" ::"r"(over_at) : "memory");
+  const float4 s = __ldcg((const float4*)square);
+  uint4 held[R ? R : 1][2];
+#pragma unroll
+  for (uint32_t i = 0; i < kMine; i++)
+#pragma unroll
+    for (uint32_t j = 0; j < 2; j++)
+      if (R) held[i][j] = __ldcg((const uint4*)(x_from + i * K) + 32 * j);
+      else if (i < n_mine) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(mine_x + i * C * pitch + 512 * j), "l"(x_from + i * C * K + 256 * j) : "memory");
+  float factor;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(factor) : "f"(__fmaf_rn((s.x + s.y) + (s.z + s.w), 1.0f / 128, p.eps)));
+  if (!scaled) factor = 1.0f;
+  float *undos = (float*)room, undo[2] = {};
+  auto make = [&](uint32_t i, uint32_t at, const uint4* x) {
+    float most = 0.0f, f[2];
+#pragma unroll
+    for (uint32_t j = 0; j < 2; j++) {
+      f[j] = __shfl_sync(~0u, factor, i * kHeads + j * 2 + lane / 16);
+      const uint32_t m = __vmaxu2(__vmaxu2(x[j].x & 0x7fff7fff, x[j].y & 0x7fff7fff), __vmaxu2(x[j].z & 0x7fff7fff, x[j].w & 0x7fff7fff));
+      most = fmaxf(most, __fmul_rn(fmaxf(lo(m), hi(m)), f[j]));
+    }
+    const int shift = max(-100, min(100, 141 - (int)(__reduce_max_sync(~0u, __float_as_uint(most)) >> 23)));
+    const float scale = __uint_as_float((uint32_t)(127 + shift) << 23), back = __uint_as_float((uint32_t)(127 - shift) << 23);
+    if (C > 1 && lane == 0) undos[(set + C * i) * SH + mine] = back;
+    if (C == 1) undo[i % 2] = back;
+#pragma unroll
+    for (uint32_t j = 0; j < 2; j++) {
+      const float by = f[j] * scale;
+      const uint32_t w[4] = {x[j].x, x[j].y, x[j].z, x[j].w};
+      uint32_t a[4];
+#pragma unroll
+      for (int h = 0; h < 4; h++) a[h] = two_f16(__fmul_rn(lo(w[h]), by), __fmul_rn(hi(w[h]), by));
+      shared_store(at + 512 * j, make_uint4(a[0], a[1], a[2], a[3]));
+    }
+  };
+  if constexpr (R > 0) {
+#pragma unroll
+    for (uint32_t i = 0; i < R; i++) make(i, mine_x + i * pitch, held[i]);
+  } else {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#pragma unroll 1
+    for (uint32_t i = 0, at = mine_x; i < n_mine; i++, at += C * pitch) {
+      const uint4 x[2] = {shared_load(at), shared_load(at + 512)};
+      make(i, at, x);
+    }
+  }
+  __syncwarp();
+  pdl_trigger();
+  windows.ask_all(p.shift);
+  if (C > 1) asm volatile("bar.sync %0, 64;" ::"r"(1 + mine) : "memory");  // the two warps of a share
+  else if (warp < W - 1) asm volatile("bar.sync 1, %0;" ::"n"(32 * W) : "memory");  // there is a barrier for weights
+  const uint32_t row0 = R ? 0 : 2 * t;
+  if (C > 1) undo[0] = undos[row0 * SH + mine], undo[1] = undos[(row0 + 1) * SH + mine];
+  uint32_t at_w = weights + ((set ? n0 : 0) + g) * row_pitch + mine * kShare + t * 16;
+  // Of one or two rows columns from the fifth on have the words in another order, so that an instruction does two words of the half tile. What columns without a row hold is never
+  // looked at.
+  const uint32_t x_row = R ? g % 4 : g, swap = R && g >= 4 ? ~15u : 16;
+  uint32_t at_x = xs + x_row * pitch + mine * (kShare * 2) + t * 32 + (R && g >= 4 ? 16 : 0);
+  float acc[2][4] = {}, more[2][4] = {};
+  uint4 u[3] = {}, x0 = {}, x1 = {};
+  __syncwarp();
+  if (C > 1) cluster_wait();
+  asm volatile("{.reg .pred p; L: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0; @p bra D; bra L; D: }" ::"r"(bar) : "memory");
+  __syncwarp();
+#pragma unroll 1
+  for (uint32_t c = 0; c < kShare / 64; c++, at_w += 64, at_x += 128) {
+    shared_load_if(x_row < rows, x0, at_x), u[0] = shared_load(at_w), u[1] = shared_load(at_w + 8 * row_pitch);
+    shared_load_if(g + 16 < tile, u[2], at_w + 16 * row_pitch), shared_load_if(x_row < rows, x1, at_x + swap);
+    const uint32_t y[8] = {x0.x, x0.y, x0.z, x0.w, x1.x, x1.y, x1.z, x1.w}, w[3][4] = {{u[0].x, u[0].y, u[0].z, u[0].w}, {u[1].x, u[1].y, u[1].z, u[1].w}, {u[2].x, u[2].y, u[2].z, u[2].w}};
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      const int i = k % 2 * 2 + k / 2;  // words 0, 2, 1, 3
+      const uint2 a = e4m3_to_f16(w[0][i]), b = e4m3_to_f16(w[1][i]);
+      multiply_f16(acc[i / 2], a.x, b.x, a.y, b.y, y[2 * i], y[2 * i + 1]);
+      if (R && i >= 2) continue;
+      const uint2 c = e4m3_to_f16(w[2][i]), d = R ? e4m3_to_f16(w[2][i + 2]) : make_uint2(0, 0);
+      multiply_f16(more[R ? 0 : i / 2], c.x, d.x, c.y, d.y, y[2 * i], y[2 * i + 1]);
+    }
+  }
+  float half[2];
+#pragma unroll
+  for (int j = 0; j < 2; j++) half[j] = more[0][j] + (R ? __shfl_xor_sync(~0u, more[0][j + 2], 2) : more[1][j]);
+  if (row0 < rows && (R == 0 || t == 0)) {
+    uint32_t to = sums + (share * 24 + g) * (even * 4) + row0 * 4, there = met;
+    if (C > 1) {
+      asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(to) : "r"(set));
+      asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(there) : "r"(set));
+    }
+    auto send = [&](uint32_t h, float a, float b) {
+      const uint32_t at = to + 8 * h * (even * 4), v = __float_as_uint(a * undo[0]), w = __float_as_uint(b * undo[1]);
+      if (C > 1) asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(at), "r"(v), "r"(w), "r"(there) : "memory");
+      else if (R == 2) asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(v), "r"(w) : "memory");
+      else asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
+    };
+    send(0, acc[0][0] + acc[1][0], acc[0][1] + acc[1][1]);
+    send(1, acc[0][2] + acc[1][2], acc[0][3] + acc[1][3]);
+    if (g + 16 < tile) send(2, half[0], half[1]);
+  }
+  __syncwarp();
+  const float by = __uint_as_float(scale_high << 16 | (p.part[0].scale_f32 ? scale_low : 0));
+  if (C == 1) __syncthreads();
+  if (warp < (R ? 1 : 6)) {
+    if (C > 1)
+      asm volatile("{.reg .pred p; L: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], 0; @p bra D; bra L; D: }" ::"r"(met) : "memory");
+    float v[2][W];
+    const uint32_t row = R ? 0 : lane % 8, from = sums + (place * even + row) * 4;
+#pragma unroll
+    for (uint32_t w = 0; w < W; w++) {
+      const uint32_t at = from + w * 24 * (even * 4);
+      if (R == 2) asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v[0][w]), "=f"(v[1][w]) : "r"(at));
+      else asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v[0][w]) : "r"(at));
+    }
+#pragma unroll
+    for (uint32_t r = 0; r < (R == 2 ? 2 : 1); r++) {
+#pragma unroll
+      for (uint32_t w = 0; w < W; w += 4) v[r][w] = (v[r][w] + v[r][w + 1]) + (v[r][w + 2] + v[r][w + 3]);
+      float sum = v[r][0];
+#pragma unroll
+      for (uint32_t w = 4; w < W; w += 4) sum += v[r][w];
+      if (place < count && row < rows) p.part[0].out[(uint64_t)(row + r) * p.part[0].out_ld + own + place] = to_bf16(sum * by);
+    }
+  }
+  windows.finish(p.shift);
+}
+
 // Here the last argument is a kernel's registers.
 #undef NINFER_KERNEL
 #define NINFER_KERNEL(name, Params, threads, registers) extern "C" __global__ void __maxnreg__(registers) name(const __grid_constant__ Params p)
@@ -691,9 +887,17 @@ CLUSTER(project_whole_rows, 2)
 CLUSTER(project_whole_lanes, 2)
 CLUSTER(project_bf16_rows, 4)
 
-NINFER_KERNEL(project_whole, ProjectParams, kProject, 64) { project<true, 0, 1>(p); }
+static constexpr uint32_t kValues = 6144;  // of a row of the real model
+NINFER_KERNEL(project_whole, ProjectParams, kProject, 64) {
+  if (p.r > 2 || !brief_takes(p, kValues)) project<true, 0, 1>(p);
+  else if (p.r == 1) brief<kValues, 1>(p);
+  else brief<kValues, 2>(p);
+}
 NINFER_KERNEL(project_whole_rows, ProjectParams, kProject, 64) { project<true, 0, 2>(p); }
-NINFER_KERNEL(project_whole_lanes, ProjectParams, kProject, 80) { project<true, 0, 2>(p); }
+NINFER_KERNEL(project_whole_lanes, ProjectParams, kProject, 80) {
+  if (brief_takes(p, kValues)) brief<kValues, 0>(p);
+  else project<true, 0, 2>(p);
+}
 NINFER_KERNEL(project_e4m3, ProjectParams, kProject, 128) { project<true, 4, 1>(p); }
 // As Projector.Shared of the host chooses.
 NINFER_KERNEL(project_bf16, ProjectParams, kProject, 88) {
