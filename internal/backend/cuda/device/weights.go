@@ -40,7 +40,7 @@ func (d *Device) matrix(c *driver.Context, w backend.Weight) (kernels.Mat, error
 	base, ok := d.weights[key]
 	if !ok {
 		var err error
-		if base, err = d.alloc(c, "weights", uint64(len(w.T.Data))); err != nil {
+		if base, err = d.alloc(c, "weights", uint64(len(w.T.Data)+3)&^3); err != nil { // kernels read scales of two bytes by words
 			return kernels.Mat{}, err
 		}
 		d.weights[key] = base

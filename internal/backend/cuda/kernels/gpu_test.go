@@ -120,7 +120,8 @@ func (m *matrix) part(g *gpu, out driver.Ptr, outLd int, flags uint32) Part {
 	if m.scaleF32 {
 		flags |= PartScaleF32
 	}
-	return Part{W: g.Upload(m.codes), Scale: g.Upload(m.scale), Out: out, Rows: uint32(m.rows), OutLd: uint32(outLd), Flags: flags}
+	words := slices.Concat(m.scale, make([]byte, -len(m.scale)&3)) // kernels read them by words
+	return Part{W: g.Upload(m.codes), Scale: g.Upload(words), Out: out, Rows: uint32(m.rows), OutLd: uint32(outLd), Flags: flags}
 }
 
 // dot is the exact product of a row with x and the sum of magnitudes.

@@ -8,7 +8,7 @@
 // One matrix of a launch that runs over several matrices with the same input.
 struct Part {
   const void* w;          // rows x K, row-major: BF16, E4M3, or 4-bit codes
-  const void* scale;      // E4M3: one scale a row; Q4: FP16 per 64 codes; BF16: null
+  const void* scale;      // E4M3: one scale a row, as in all structs read by words of four bytes; Q4: FP16 per 64 codes; BF16: null
   void* out;              // [R][out_ld], or null when only the argmax is wanted
   uint32_t rows;          // rows of this part
   uint32_t out_ld;        // elements between two activation rows of out
