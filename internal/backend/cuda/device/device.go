@@ -203,14 +203,11 @@ func (d *Device) alloc(c *driver.Context, what string, bytes uint64) (driver.Ptr
 
 func (d *Device) reserve(c *driver.Context) (err error) {
 	c.Reserve = d.opt.Reserve
-	if d.set, err = kernels.Load(c, d.opt.Code); err != nil {
+	m, err := d.load(c, d.opt.Code, d.opt.Tuned)
+	if err != nil {
 		return err
 	}
-	if !d.opt.Plain {
-		if d.tuned, err = tuned.Load(c, d.opt.Tuned); err != nil {
-			return err
-		}
-	}
+	d.set, d.tuned = m.set, m.tuned
 	if d.stream, err = c.NewStream(); err != nil {
 		return err
 	}

@@ -19,14 +19,19 @@ type Machine struct {
 // stays loaded until the device is closed.
 func (d *Device) Machine(code, own fs.FS) (m Machine, err error) {
 	err = d.do("machine code", func(c *driver.Context) (err error) {
-		if m.set, err = kernels.Load(c, code); err == nil {
-			m.tuned, err = tuned.Load(c, own)
-		}
-		if err != nil {
+		if m, err = d.load(c, code, own); err != nil {
 			return &hostError{err}
 		}
 		return nil
 	})
+	return m, err
+}
+
+// load loads machine code: with Options.Plain none of the tuned kernels.
+func (d *Device) load(c *driver.Context, code, own fs.FS) (m Machine, err error) {
+	if m.set, err = kernels.Load(c, code); err == nil && !d.opt.Plain {
+		m.tuned, err = tuned.Load(c, own)
+	}
 	return m, err
 }
 
@@ -38,12 +43,9 @@ func (d *Device) Use(m Machine) error {
 			return err
 		}
 		for _, s := range d.steps {
-			for _, g := range s.graphs {
-				if err := g.free(c); err != nil {
-					return err
-				}
+			if err := s.freeGraphs(c); err != nil {
+				return err
 			}
-			clear(s.graphs)
 		}
 		d.set, d.tuned, d.like, d.reluctant, d.seed = m.set, m.tuned, armed{}, 0, 0
 		return nil

@@ -132,9 +132,7 @@ func (s *step) pinned(c *driver.Context, bytes int) ([]byte, error) {
 
 func (s *step) free(c *driver.Context) (err error) {
 	s.forget()
-	for _, g := range s.graphs {
-		err = errors.Join(err, g.free(c))
-	}
+	err = s.freeGraphs(c)
 	if s.end != 0 {
 		err = errors.Join(err, c.DestroyEvent(s.end))
 	}
@@ -144,6 +142,15 @@ func (s *step) free(c *driver.Context) (err error) {
 	for _, b := range s.host {
 		err = errors.Join(err, c.FreeHost(b))
 	}
+	return err
+}
+
+// freeGraphs forgets what was captured: the next launches of a shape are those of a step that has just been compiled.
+func (s *step) freeGraphs(c *driver.Context) (err error) {
+	for _, g := range s.graphs {
+		err = errors.Join(err, g.free(c))
+	}
+	clear(s.graphs)
 	return err
 }
 
