@@ -14,18 +14,9 @@ import (
 // behind its being called off, and so does sleep; the card of drivertest ends a call that would wait for ever.
 func TestArmed(t *testing.T) {
 	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(4)) // with fewer nobody looks out for the GPU
-	l, err := synthetic("../../testdata/micro-radixark/checkpoint/config.json", variantFlags{SourceProfile: "radixark"}, false)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.close()
+	l := madeUp(t, "../../testdata/micro-radixark/checkpoint/config.json", variantFlags{SourceProfile: "radixark"})
 	gpu, m, d := opened(t, l, drivertest.H200, false, 2048, 512)
-	must := func(err error) {
-		t.Helper()
-		if err != nil {
-			t.Fatal(err)
-		}
-	}
+	must := orFatal(t)
 	var steps []backend.Step
 	for lanes := 1; lanes <= 2; lanes++ {
 		program, err := m.Program(backend.Pass{Kind: backend.Decode, Lanes: lanes, Rows: lanes}, false)

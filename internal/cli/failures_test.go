@@ -19,11 +19,7 @@ import (
 // A driver's call that fails, once for want of memory or for good because the GPU is lost, is one line of an error, whichever call it is, from
 // opening to closing; nothing panics or waits for ever, and no memory stays behind.
 func TestDriverFailures(t *testing.T) {
-	l, err := synthetic("../../testdata/nano/checkpoint/config.json", variantFlags{SourceProfile: "radixark"}, false)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.close()
+	l := madeUp(t, "../../testdata/nano/checkpoint/config.json", variantFlags{SourceProfile: "radixark"})
 	m, err := l.bind(model.Options{Drafter: true})
 	if err != nil {
 		t.Fatal(err)

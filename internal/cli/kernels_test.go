@@ -12,11 +12,7 @@ import (
 
 // On a card where nothing overlaps a kind of kernel costs what its launches take, counted either way, and all kinds make up the step.
 func TestKernelTimes(t *testing.T) {
-	l, err := synthetic("../../testdata/micro-radixark/checkpoint/config.json", variantFlags{SourceProfile: "radixark"}, false)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.close()
+	l := madeUp(t, "../../testdata/micro-radixark/checkpoint/config.json", variantFlags{SourceProfile: "radixark"})
 	gpu, m, d := opened(t, l, drivertest.H200, false, 2048, 512)
 	for _, pass := range []backend.Pass{{Kind: backend.Decode, Lanes: 2, Rows: 2}, {Kind: backend.Verify, Lanes: 1, Rows: 4}} {
 		program, err := m.Program(pass, false)

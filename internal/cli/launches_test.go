@@ -24,11 +24,7 @@ func TestLaunches(t *testing.T) {
 		for _, v := range []variantFlags{
 			{SourceProfile: "radixark"}, {SourceProfile: "radixark", ProjectionFormat: "fp8_e4m3fn_row_bf16", MTPExpertFormat: "nvfp4"}, {SourceProfile: "swift"}, {SourceProfile: "mixed"},
 		} {
-			l, err := synthetic(config, v, false)
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer l.close()
+			l := madeUp(t, config, v)
 			for name, card := range map[string]drivertest.Card{"H200": drivertest.H200, "RTX PRO 6000": drivertest.RTX6000} {
 				for _, small := range []bool{false, true} {
 					t.Run(fmt.Sprintf("%s %s %s on %s, small formats %v", model, v.SourceProfile, v.ProjectionFormat, name, small), func(t *testing.T) {
@@ -41,12 +37,7 @@ func TestLaunches(t *testing.T) {
 }
 
 func everyLaunch(t *testing.T, l *loaded, card drivertest.Card, small bool) {
-	must := func(err error) {
-		t.Helper()
-		if err != nil {
-			t.Fatal(err)
-		}
-	}
+	must := orFatal(t)
 	_, m, d := opened(t, l, card, small, 2048, 512)
 	r := model.NewRunner(m, d, 512)
 	r.Lanes, r.Round = 8, 6

@@ -35,12 +35,7 @@ type machine struct {
 // turns gives each machine code its turns at a step of so many lanes: some steps of random sequences, the same for all in a round, then replays.
 func turns(t *testing.T, m *model.Model, d *device.Device, list []*machine, lanes, length, rounds int) {
 	t.Helper()
-	must := func(err error) {
-		t.Helper()
-		if err != nil {
-			t.Fatal(err)
-		}
-	}
+	must := orFatal(t)
 	program, err := m.Program(backend.Pass{Kind: backend.Decode, Lanes: lanes, Rows: lanes}, false)
 	must(err)
 	step, err := d.Compile(program)
@@ -88,11 +83,7 @@ func TestMachines(t *testing.T) {
 		compareMachines(t)
 		return
 	}
-	l, err := synthetic("../../testdata/micro-radixark/checkpoint/config.json", variantFlags{SourceProfile: "radixark"}, false)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.close()
+	l := madeUp(t, "../../testdata/micro-radixark/checkpoint/config.json", variantFlags{SourceProfile: "radixark"})
 	gpu, m, d := opened(t, l, drivertest.H200, false, 2048, 512)
 	var list []*machine
 	for _, name := range []string{"built in", "again"} {
@@ -121,11 +112,7 @@ func TestMachines(t *testing.T) {
 
 // compareMachines says what each of -machines takes more or less than what is built in: the median, and that of the differences in a round.
 func compareMachines(t *testing.T) {
-	l, err := synthetic("official", variantFlags{SourceProfile: "radixark", ProjectionFormat: *formatFlag}, false)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.close()
+	l := madeUp(t, "official", variantFlags{SourceProfile: "radixark", ProjectionFormat: *formatFlag})
 	m, err := l.bind(model.Options{})
 	if err != nil {
 		t.Fatal(err)
@@ -149,7 +136,11 @@ func compareMachines(t *testing.T) {
 			}
 			return os.DirFS(at)
 		}
-		code, err := d.Machine(of("device"), of("kernels"))
+		plain, tuned := of("device"), of("kernels")
+		if len(list) > 0 && plain == nil && tuned == nil {
+			t.Fatalf("-machines %s: no machine code in %q: device/fatbin or kernels/fatbin is wanted there", one, folder)
+		}
+		code, err := d.Machine(plain, tuned)
 		if err != nil {
 			t.Fatalf("%s: %v", name, err)
 		}

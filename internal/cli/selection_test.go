@@ -12,19 +12,10 @@ import (
 // A decoding step selects by a cluster of blocks for each row, whatever lengths its device has room for and its lanes have; where rows are too many for all
 // clusters at once it is one block for each, as far as that can.
 func TestSelection(t *testing.T) {
-	l, err := synthetic("../../testdata/micro-radixark/checkpoint/config.json", variantFlags{SourceProfile: "radixark"}, false)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.close()
+	l := madeUp(t, "../../testdata/micro-radixark/checkpoint/config.json", variantFlags{SourceProfile: "radixark"})
 	for _, room := range []int{16384, 20480} {
 		t.Run(fmt.Sprint(room), func(t *testing.T) {
-			must := func(err error) {
-				t.Helper()
-				if err != nil {
-					t.Fatal(err)
-				}
-			}
+			must := orFatal(t)
 			gpu, m, d := opened(t, l, drivertest.H200, false, room, room)
 			r := model.NewRunner(m, d, 512)
 			r.Lanes, r.Round = 8, 6

@@ -32,11 +32,7 @@ func TestSyntheticOfficial(t *testing.T) {
 		{variantFlags{SourceProfile: "radixark", ProjectionFormat: "fp8_e4m3fn_row_bf16"}, 73_682_516_098, 6_078},
 		{variantFlags{SourceProfile: "mixed"}, 75_172_939_520, 7_569},
 	} {
-		l, err := synthetic("official", c.v, false)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer l.close()
+		l := madeUp(t, "official", c.v)
 		m, err := l.bind(model.Options{})
 		if err != nil {
 			t.Fatal(err)
@@ -79,16 +75,32 @@ func TestSyntheticOfficial(t *testing.T) {
 	}
 }
 
-// opened is a device with eight lanes on a GPU that computes nothing, but refuses what a card has not the room for, for so many tokens a lane and
-// carried rows; small takes the small formats of cache and state. It is closed with the test.
-func opened(t *testing.T, l *loaded, card drivertest.Card, small bool, tokens, carry int) (*drivertest.GPU, *model.Model, *device.Device) {
+// madeUp is a model that synthetic makes up for a GPU. It is closed with the test.
+func madeUp(t *testing.T, config string, v variantFlags) *loaded {
 	t.Helper()
-	must := func(err error) {
+	l, err := synthetic(config, v, false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(l.close)
+	return l
+}
+
+// orFatal is what ends a test at an error.
+func orFatal(t *testing.T) func(error) {
+	return func(err error) {
 		t.Helper()
 		if err != nil {
 			t.Fatal(err)
 		}
 	}
+}
+
+// opened is a device with eight lanes on a GPU that computes nothing, but refuses what a card has not the room for, for so many tokens a lane and
+// carried rows; small takes the small formats of cache and state. It is closed with the test.
+func opened(t *testing.T, l *loaded, card drivertest.Card, small bool, tokens, carry int) (*drivertest.GPU, *model.Model, *device.Device) {
+	t.Helper()
+	must := orFatal(t)
 	drv, gpu, err := drivertest.New(card, plain.Layout(), tuned.Layout(), products.Layout(), sequences.Layout())
 	must(err)
 	for _, folder := range []string{"device/kernels", "kernels", "gemm/kernels", "chunk/kernels"} {
@@ -113,12 +125,7 @@ func opened(t *testing.T, l *loaded, card drivertest.Card, small bool, tokens, c
 // of has its kernel for many rows and its fast one for a step, and a step is replayed as one graph.
 func launches(t *testing.T, l *loaded, card drivertest.Card, small bool) {
 	t.Helper()
-	must := func(err error) {
-		t.Helper()
-		if err != nil {
-			t.Fatal(err)
-		}
-	}
+	must := orFatal(t)
 	gpu, m, d := opened(t, l, card, small, 16384, 1024)
 	r := model.NewRunner(m, d, 512)
 	hopper := card == drivertest.H200
