@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # check.sh PROGRAMS RESULTS [PART...]: all checks of accuracy on a GPU. Parts, one after the other: steps (operations against the oracle, steps), kernels (each
-# kernel, prompts, replays, faults, selftest), sequences (1,000 random ones). An H200 with sixteen cores takes some two minutes for the first two. SECONDS_EACH
-# (300) is how long a command may take, REPLAYS and SEQUENCES how many. With NINFER_GOLDEN the checkpoints there are tested too.
+# kernel, prompts, replays, faults, selftest), sequences (1,000 random ones). SECONDS_EACH (300) is how long a
+# command may take, REPLAYS and SEQUENCES how many. With NINFER_GOLDEN the checkpoints there are tested too.
 set -o pipefail
 . "$(dirname "$0")/lib.sh"
 [ $# -gt 0 ] || set -- steps kernels sequences
@@ -74,3 +74,4 @@ for part in "$@"; do
   esac
 done
 sums
+verdict

@@ -1,5 +1,6 @@
 # For check.sh and rows.sh: PROGRAMS RESULTS are their first arguments; commands that end with the script.
 [ $# -ge 2 ] || { sed -n '2,/^[^#]/s/^# //p' "$0"; exit 2; }
+nvidia-smi -L 2>/dev/null | grep -q GPU || { echo "$(basename "$0"): no NVIDIA GPU here: tests would only skip"; exit 1; }
 P=$(cd "$1" && pwd)
 mkdir -p "$2"
 OUT=$(cd "$2" && pwd)
@@ -7,7 +8,7 @@ shift 2
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 cat "$P/commit" > "$OUT/commit"
 declare -A RUNS BEGAN
-NAMES=()
+NAMES=() BAD=()
 # Each command has a process group of its own, which its limit, or a signal to the script, ends as a whole.
 end() {
   trap - EXIT INT TERM HUP
@@ -29,13 +30,14 @@ start() {
   set +m
   RUNS[$!]=$name; BEGAN[$!]=$(now)
 }
-# finish: waits for one of them and says how it ended; 1 if none is left.
+# finish: waits for one of them and says how it ended, those that did not end well in BAD too; 1 if none is left.
 finish() {
   [ ${#RUNS[@]} -gt 0 ] || return 1
   local pid rc=0
   wait -n -p pid "${!RUNS[@]}" || rc=$?
   [ -n "$pid" ] || return 1
   local name=${RUNS[$pid]}
+  [ $rc = 0 ] || BAD+=($name)
   tell $name $rc $(since ${BEGAN[$pid]})
   unset "RUNS[$pid]" "BEGAN[$pid]"
 }
@@ -46,11 +48,11 @@ tell() {  # name rc seconds
   local f=$OUT/$1 passed failed skipped
   if grep -q -m1 -E '^ *--- |^PASS|^FAIL' $f; then
     passed=$(grep -c -E '^ *--- PASS' $f); failed=$(grep -c -E '^ *--- FAIL' $f); skipped=$(grep -c -E '^ *--- SKIP' $f)
-    printf '%-14s rc %d, %6.1f s: %d passed, %d failed, %d skipped\n' $1 $2 $3 $passed $failed $skipped | tee -a $OUT/tally
+    printf '%-14s rc %d, %6.1f s: %d passed, %d failed, %d skipped\n' $1 $2 $3 $passed $failed $skipped
     [ $failed = 0 ] || grep -E -A3 '^ *--- FAIL|^panic|: off by|other bits' $f | head -12
     [ $2 = 0 ] || tail -2 $f | cut -c1-200
   else
-    printf '%-14s rc %d, %6.1f s: %s\n' $1 $2 $3 "$(tail -1 $f | cut -c1-160)" | tee -a $OUT/tally
+    printf '%-14s rc %d, %6.1f s: %s\n' $1 $2 $3 "$(tail -1 $f | cut -c1-160)"
   fi
 }
 # artifact NAME...: micro artifacts in $ART: micro16, micro8 (projections and drafter in fewer bits), and of what NINFER_GOLDEN has, mixed and swift.
@@ -69,11 +71,13 @@ artifact() {
     mv $d/*.ninfer $ART/$n.ninfer; rm -rf $d
   done
 }
-# sums: of all tests so far, what failed, was skipped or did not come to its end. Fails if anything did not pass.
+# sums: of all tests so far, and what failed or was skipped.
 sums() {
   (cd $OUT
-   local of bad; for of in PASS FAIL SKIP; do printf '%d %s, ' $(cat "${NAMES[@]}" | grep -c -E "^ *--- $of") $of; done; echo
-   grep -h -E '^ *--- (FAIL|SKIP)' "${NAMES[@]}" | sort | uniq -c | head -30
-   bad=$(grep -L -E '^PASS|selftest took' "${NAMES[@]}"; grep -l -E '^ *--- FAIL' "${NAMES[@]}")
-   [ -z "$bad" ] || { printf 'did not pass: %s\n' $bad; exit 1; })
+   local of; for of in PASS FAIL SKIP; do printf '%d %s, ' $(cat "${NAMES[@]}" | grep -c -E "^ *--- $of") $of; done; echo
+   grep -h -E '^ *--- (FAIL|SKIP)' "${NAMES[@]}" | sort | uniq -c | head -30)
+}
+# verdict: the end of a script, which fails if a command did.
+verdict() {
+  [ ${#BAD[@]} -eq 0 ] || { printf 'did not end well: %s\n' "${BAD[*]}"; exit 1; }
 }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # rows.sh PROGRAMS RESULTS [PART...]: the rows of docs/perf/h200.json, a report of each command in RESULTS. Parts: 8 and 16 (bits), mixed, rounds, tables (of kernels).
-# Nothing else may run on the GPU. On an H200 they take 45, 75, 25, 60 and 50 s; five runs of 256 steps each, or REPS of STEPS.
+# Nothing else may run on the GPU. On an H200 the first three took 45, 75 and 25 s; five runs of 256 steps each, or REPS of STEPS.
 set -o pipefail
 . "$(dirname "$0")/lib.sh"
 [ $# -gt 0 ] || set -- 8 16 mixed rounds tables
@@ -40,3 +40,4 @@ for part in "$@"; do
   *) echo "rows.sh: no part $part"; exit 2 ;;
   esac
 done
+verdict
