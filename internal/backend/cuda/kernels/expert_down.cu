@@ -1,4 +1,5 @@
 // Routed experts' second half with the weighted sum, R = 1..8 rows; for a single row the shared expert's as well. Bank, products and the first half: expert.cu.
+#include <cstddef>
 #include "choose.cuh"
 #include "common.cuh"
 #include "expert.cuh"
@@ -221,28 +222,50 @@ NINFER_KERNEL(expert_down, ExpertDownParams, kDownThreads, 2) {
   STAMP(9)
 }
 
+// A store without a branch.
+NINFER_DEVICE void sts32_if(bool yes, uint32_t a, float v) {
+  asm volatile("{.reg .pred q; setp.ne.u32 q, %2, 0; @q st.shared.f32 [%0], %1;}" ::"r"(a), "f"(v), "r"((uint32_t)yes) : "memory");
+}
+
+// a / b of small numbers, in six instructions.
+NINFER_DEVICE uint32_t few_quotient(uint32_t a, uint32_t b) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"((float)b));
+  return (uint32_t)(((float)a + 0.5f) * r);
+}
+
 // Several rows: each row has blocks of its own, each of them a run of the row's tiles, worked on in windows of at most p.window tiles. A window's
 // weights of an expert have a slot. Each of fifteen warps has the same 128 k of two of the window's tiles in every expert, or of the one that is
 // left, and the last warp asks for weights as slots become free. A window's sums are added up when the next one's have been made, so that nothing
 // stops the block as a whole. The sums are those of expert_down.
+//
+// A scheduler has four warps, and of a window of five tiles some have three shares of two tiles and one of one, others two and two. So shares go round
+// from window to window, but for the three warps beside the one that asks for weights, which have two tiles in all windows, and the first outputs to
+// add up.
 static constexpr uint32_t kDownWorkers = kDownWarps - 1;
 static constexpr uint32_t kDownSums = 4 * kDownWarps * 8;  // of a window: two units a warp, of even and odd experts
 static constexpr uint32_t kDownSlots = 6;
-static constexpr uint32_t kDownMost = 8;                   // tiles of a window that there is room for
+static constexpr uint32_t kDownMost = 64;                  // tiles of a block
+static constexpr uint32_t kDownWindows = 32;               // windows of a block
 static constexpr uint32_t kDownZero = 256;                 // bytes of zeros, in hidden values' banks
 static constexpr uint32_t kDownIdle = kDownZero + 128;     // with the experts that rows have seen
 static_assert(8 * 512 <= 2 * kDownSums * 4);  // eight rows' scratch
-static constexpr uint32_t kDownRowsFixed = 160 + sizeof(Choice) + 2 * kDownSums * 4 + 4 * kDownMost * 8 * 4 + kDownIdle;
+static constexpr uint32_t kDownRowsFixed = 160 + sizeof(Choice) + 2 * kDownSums * 4 + kDownMost * 8 * 4 + kDownIdle;
+static_assert(sizeof(Choice::list) == 16 * kDownWindows);
 
 NINFER_KERNEL(expert_down_rows, ExpertDownParams, kDownThreads, 2) {
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const uint32_t pairs = p.inner / 128, tile_bytes = pairs * kHalfBytes, tiles = p.h / 8;
-  const uint32_t bars = smem_addr(smem), empty = bars + 8 * kDownSlots, summed = empty + 8 * kDownSlots, run = bars + 128;
+  uint32_t bars = smem_addr(smem);
+  hold(bars);  // what it is made of comes late
+  const uint32_t empty = bars + 8 * kDownSlots, summed = empty + 8 * kDownSlots, run = bars + 128;
   Choice& choice = *(Choice*)(smem + 160);
-  float* sums = (float*)(&choice + 1);            // [2][every other expert's][pair][tile][8]
-  float* shared = sums + 2 * kDownSums;           // [4][tile][8]
+  float* sums = (float*)(&choice + 1);  // [2][every other expert's][pair][tile][8]
+  const uint32_t sums_at = bars + 160 + sizeof(Choice), shared_at = sums_at + 8 * kDownSums;  // shared expert's results: [tile][8]
   const uint32_t hs = bars + kDownRowsFixed, zeros = hs - kDownIdle;
-  const uint32_t routed_at = (hs + p.topk * p.inner * 2 + 127) & ~127u, slot_bytes = p.window * tile_bytes;
+  const uint32_t routed_at = (hs + p.topk * p.inner * 2 + 127) & ~127u, slot_room = p.window * tile_bytes;
+  // of each window, once experts are chosen: its first result there, number of tiles, bytes into an expert, first output
+  const uint32_t windows_at = bars + 160 + offsetof(Choice, list);
 
   STAMP_BEGIN(240)
   if (threadIdx.x < kDownSlots) {
@@ -256,7 +279,9 @@ NINFER_KERNEL(expert_down_rows, ExpertDownParams, kDownThreads, 2) {
     const uint32_t tile0 = share_start(tiles, of_row, block), n = share_start(tiles, of_row, block + 1) - tile0;
     const uint32_t windows = ceil_div(n, p.window), each = n / windows;
     sts128(run, make_uint4(tile0, n, windows, row));
+    const uint32_t first = few_quotient(3, pairs);
     sts64(run + 16, make_uint2(each, n - each * windows));
+    sts64(run + 24, make_uint2(2 * first, 3 - first * pairs));  // tile and pair of the first share that goes round
   }
   if (threadIdx.x < kDownZero / 4) *(float*)(smem + (zeros - bars) + 4 * threadIdx.x) = 0;
   __syncthreads();
@@ -277,13 +302,13 @@ NINFER_KERNEL(expert_down_rows, ExpertDownParams, kDownThreads, 2) {
     const uint2 at = window(w);
     const uint32_t bytes = at.y * tile_bytes;
     mbar_expect(bars + 8 * slot, bytes);
-    bulk_load(routed_at + slot * slot_bytes, (const uint8_t*)p.bank + ((uint64_t)choice.id[0][d] * tiles + at.x) * tile_bytes, bytes, bars + 8 * slot,
+    bulk_load(routed_at + slot * slot_room, (const uint8_t*)p.bank + ((uint64_t)choice.id[0][d] * tiles + at.x) * tile_bytes, bytes, bars + 8 * slot,
               policy_evict_first());
   };
   if (lane == 0 && warp < min(p.early, kDownSlots)) fetch(warp);
   if (warp == kDownWarps - 1) {
     const float weight = weight_of(choice.key, p.topk);
-    if (lane < p.topk) choice.factor[0][lane] = weight * (E2M1_UNDO / __ldg(p.divisor + choice.id[0][lane]));
+    if (lane < p.topk) choice.factor[0][kMaxTop - p.topk + lane] = weight * (E2M1_UNDO / __ldg(p.divisor + choice.id[0][lane]));  // where they end is known
   }
   if (p.distinct && blockIdx.x == gridDim.x - 1) {  // nobody has fewer tiles
     uint32_t* seen = (uint32_t*)(smem + (zeros - bars) + kDownZero);
@@ -298,13 +323,20 @@ NINFER_KERNEL(expert_down_rows, ExpertDownParams, kDownThreads, 2) {
     const uint32_t sum = __reduce_add_sync(~0u, lane < kMaxExperts / 32 ? __popc(seen[lane]) : 0);
     if (threadIdx.x == 0) choice.distinct = sum;
   }
-  uint32_t ta = warp / pairs, pair = warp - ta * pairs;
-  ta *= 2;
   const bool live = g == 2 * t;
-  uint32_t x_first = live ? hs + (pair * 128 + t * 16) * 2 : zeros + 32 * ((g / 2 + 2) & 3);
-  uint32_t bar = bars, phase = 0, at = routed_at + (ta * pairs + pair) * kHalfBytes + 16 * lane, x_step = live ? 2 * p.inner : 0;
+  const bool turns = warp % 4 < 3;
+  const uint32_t mine = turns ? 3 + warp - warp / 4 : warp / 4;
+  uint32_t ta = few_quotient(mine, pairs), pair = mine - ta * pairs;
+  ta *= 2;
+  uint32_t x_first = live ? hs + (pair * 128 + t * 16) * 2 : zeros + 32 * ((g / 2 + 2) & 3), x_step = live ? 2 * p.inner : 0, slot_bytes = slot_room;
+  hold(slot_bytes);
+  uint32_t bar = bars, phase = 0, at = routed_at + (ta * pairs + pair) * kHalfBytes + 16 * lane;
   hold(x_step), hold(x_first), hold(at), hold(ta), hold(pair);
   Hidden hidden(p.hidden + (uint64_t)row() * p.topk * p.inner, p.topk * p.inner / 8);
+  if (threadIdx.x < lds32(run + 8)) {
+    const uint2 at = window(threadIdx.x);
+    sts128(windows_at + 16 * threadIdx.x, make_uint4((at.x - lds32(run)) * 8, at.y, at.x * tile_bytes, row() * p.h + at.x * 8));
+  }
   STAMP(3)
   if (p.early) pdl_wait();
   STAMP(4)
@@ -315,28 +347,34 @@ NINFER_KERNEL(expert_down_rows, ExpertDownParams, kDownThreads, 2) {
     hold(q);  // or its quotient is made by everybody
     fetch(q);
   }
-  // While those are on their way: the first window, whose results of the shared expert come beside its products.
-  uint2 place = window(0);
-  auto bring_shared = [&](uint32_t w) {
-    if (threadIdx.x < 2 * place.y)
-      copy16(smem_addr(shared + (w & 3) * kDownMost * 8 + threadIdx.x * 4), p.shared_out + (uint64_t)row() * p.h + place.x * 8 + threadIdx.x * 4, policy_evict_first());
-    copy_commit();
-  };
-  bring_shared(0);
+  if (threadIdx.x < 2 * lds32(run + 4))  // while those are on their way
+    copy16(shared_at + threadIdx.x * 16, p.shared_out + row() * p.h + lds32(run) * 8 + threadIdx.x * 4, policy_evict_first());
+  copy_commit();
   hidden.put(hs);
+  copy_wait<0>();
   __syncthreads();
   pdl_trigger();
+  if (p.distinct && blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) *p.distinct = choice.distinct;
   STAMP(5)
   auto add = [&](uint32_t w) {
-    const uint2 at = window(w);
-    const uint32_t nt = at.y, r = threadIdx.x / 8;  // eight lanes an output
-    bf16* to = p.out + (uint64_t)row() * p.h + at.x * 8 + r;
-    asm volatile("" : "+l"(to));  // before the wait
+    uint32_t self = threadIdx.x / 32;
+    hold(self);  // or its place is kept in a register
+    const uint4 at = lds128(windows_at + 16 * w);
+    const uint32_t nt = at.y, stride = nt * 32, parts = 2 * pairs, k = threadIdx.x % 8;  // eight lanes an output
+    const uint32_t r = (self % 4 < 3 ? 3 + self - self / 4 : self / 4) * 4 + threadIdx.x % 32 / 8;
+    bf16* to = p.out + at.w + r;
+    uint32_t from = sums_at + ((w & 1) * kDownSums + r) * 4 + k * stride;
+    asm volatile("" : "+l"(to), "+r"(from));  // before the wait
     mbar_wait(summed + 8 * (w & 1), w >> 1 & 1);
     if (r < nt * 8) {
-      const float more = shared[(w & 3) * kDownMost * 8 + r];
-      const float v = add_parts(sums + (w & 1) * kDownSums + r, nt * 8, 2 * pairs);
-      if (lane % 8 == 0) *to = __float2bfloat16_rn(v + more);
+      const float more = __uint_as_float(lds32(shared_at + (at.x + r) * 4));
+      float v = k < parts ? __uint_as_float(lds32(from)) : 0.0f;
+      if (k + 8 < parts) v += __uint_as_float(lds32(from + 8 * stride));
+#pragma unroll 1
+      for (uint32_t i = k + 16; i < parts; i += 8) v += __uint_as_float(lds32(from + (i - k) * stride));
+      v = quad_sum(v);
+      v += __shfl_xor_sync(~0u, v, 4);
+      if (k == 0) *to = __float2bfloat16_rn(v + more);
     }
   };
   if (warp == kDownWorkers) {
@@ -347,14 +385,14 @@ NINFER_KERNEL(expert_down_rows, ExpertDownParams, kDownThreads, 2) {
       const uint64_t policy = policy_evict_first();
 #pragma unroll 1
       for (; w < nw; w++) {
-        const uint2 at = window(w);
+        const uint4 at = lds128(windows_at + 16 * w);
         const uint32_t bytes = at.y * tile_bytes;
-        const uint8_t* from = (const uint8_t*)p.bank + (uint64_t)at.x * tile_bytes;
+        const uint8_t* from = (const uint8_t*)p.bank + at.z;
 #pragma unroll 1
         for (; d < p.topk; d++) {
           mbar_wait(empty + 8 * slot, phase);
           mbar_expect(bars + 8 * slot, bytes);
-          bulk_load(routed_at + slot * slot_bytes, from + (uint64_t)choice.id[0][d] * tiles * tile_bytes, bytes, bars + 8 * slot, policy);
+          bulk_load(routed_at + slot * slot_room, from + (uint64_t)choice.id[0][d] * tiles * tile_bytes, bytes, bars + 8 * slot, policy);
           if (++slot == kDownSlots) slot = 0, phase ^= 1;
         }
         d = 0;
@@ -362,12 +400,13 @@ NINFER_KERNEL(expert_down_rows, ExpertDownParams, kDownThreads, 2) {
     }
     return;
   }
+  uint32_t w = 0;
 #pragma unroll 1
-  for (uint32_t w = 0; w < lds32(run + 8); w++) {
-    const uint32_t nt = place.y;
+  while (true) {
+    const uint32_t nt = lds32(windows_at + 16 * w + 4);
     float sa = 0, sb = 0, oa = 0, ob = 0;  // of this one's and of the other experts
-    uint32_t factor = smem_addr(choice.factor[0]);
-    const uint32_t end = factor + 4 * p.topk;
+    const uint32_t end = bars + 160 + offsetof(Choice, factor) + 4 * kMaxTop;
+    uint32_t factor = end - 4 * p.topk;
     auto next = [&]() {
       at += slot_bytes, bar += 8, factor += 4;
       if (bar == bars + 8 * kDownSlots) bar = bars, at -= kDownSlots * slot_bytes, phase ^= 1;
@@ -427,23 +466,32 @@ NINFER_KERNEL(expert_down_rows, ExpertDownParams, kDownThreads, 2) {
         next();
       } while (factor < end);
     }
+    const uint32_t windows = lds32(run + 8);
     if (w) add(w - 1);
     if (ta < nt) {
       const bool odd = p.topk & 1;
       const float ea = quad_sum(odd ? oa : sa), eb = quad_sum(odd ? ob : sb), da = quad_sum(odd ? sa : oa), db = quad_sum(odd ? sb : ob);
-      float *to = sums + (w & 1) * kDownSums + (pair * nt + ta) * 8 + g, *too = to + pairs * nt * 8;
-      if (t == 0) {
-        to[0] = ea, too[0] = da;
-        if (ta + 1 < nt) to[8] = eb, too[8] = db;
-      }
+      const uint32_t to = sums_at + ((w & 1) * kDownSums + (pair * nt + ta) * 8 + g) * 4, too = to + pairs * nt * 32;
+      const bool first = t == 0, second = first && ta + 1 < nt;
+      sts32_if(first, to, ea), sts32_if(first, too, da);
+      sts32_if(second, to + 32, eb), sts32_if(second, too + 32, db);
     }
-    copy_wait<0>();
     __syncwarp();
     warp_arrives(summed + 8 * (w & 1));
-    place = window(w + 1);
-    if (w + 1 < lds32(run + 8)) bring_shared(w + 1);
+    if (++w == windows) break;
+    if (turns) {  // to the next share
+      const uint32_t old = ta * pairs + pair, last = pair;
+      const bool wrap = ta / 2 * pairs + pair == kDownWorkers - 1;
+      if (++pair == pairs) pair = 0, ta += 2;
+      if (wrap) {
+        const uint2 share = lds64(run + 24);
+        ta = share.x, pair = share.y;
+      }
+      at += (ta * pairs + pair - old) * kHalfBytes;
+      if (live) x_first += (pair - last) * 256;
+    }
+    hold(x_first), hold(at), hold(ta), hold(pair);
   }
-  if (p.distinct && blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) *p.distinct = choice.distinct;
-  add(lds32(run + 8) - 1);
+  add(w - 1);
   STAMP(6)
 }

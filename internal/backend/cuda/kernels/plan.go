@@ -429,9 +429,10 @@ const (
 	upRowsShared  = 24 // rows of the shared expert's second half a block has at most
 	upRowsLeft    = 10 // tiles of a block that are still to be asked for when expert_down may start, whose weights are to come behind them
 	downRowsTiles = 5  // of a window
-	downRowsMost  = 8  // tiles of a window that there is room for
+	downRowsMost  = 64 // tiles of a block
+	downWindows   = 32 // windows of a block
 	downRowsSlots = 6  // experts' windows on their way, asked for before the wait
-	downRowsFixed = 160 + choice + 2*4*downWarps*8*4 + 4*downRowsMost*8*4 + 384 + 128
+	downRowsFixed = 160 + choice + 2*4*downWarps*8*4 + downRowsMost*8*4 + 384 + 128
 )
 
 // ExpertUp plans the routed first half, and for several rows the shared expert's second. k is the hidden width, inner the experts' width;
@@ -478,6 +479,9 @@ func (l Limits) ExpertDown(r, h, experts, topk, inner uint32, early bool) (Plan,
 			p.Window--
 		}
 		plan.Shared, tiles, units, most = shared(), 0, (p.Window+1)/2*(inner/128), downWarps-1
+		if own := (h/8 + plan.Grid/r - 1) / (plan.Grid / r); own > min(downRowsMost, downWindows*p.Window) {
+			units = most + 1
+		}
 	}
 	if r < 1 || r > MaxRows || h == 0 || h%16 != 0 || inner == 0 || inner%128 != 0 || experts > maxExperts || topk > maxTop || topk == 0 || topk > experts ||
 		r > 1 && l.SMs < MaxRows || tiles > downTiles || units > most || plan.Shared > l.SharedPerBlock {
