@@ -142,8 +142,18 @@ DEVICE T* ready(T* p) {
 }
 DEVICE uint32_t fresh(const bf16* from) { return __ldcg((const unsigned short*)from); }
 // Within two steps of the last place: few instructions, which an SM that has not fetched them for long waits for.
-DEVICE float gate(float v) { return __fdividef(1.0f, 1.0f + __expf(-v)); }
-DEVICE float swish(float v) { return __fdividef(v, 1.0f + __expf(-v)); }
+DEVICE float exp_of(float v) {  // too small ones are 0, which 1 is added to
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(__fmul_rn(v, 1.4426950408889634f)));
+  return r;
+}
+DEVICE float gate(float v) { return __fdividef(1.0f, 1.0f + exp_of(-v)); }
+DEVICE float swish(float v) { return __fdividef(v, 1.0f + exp_of(-v)); }
+DEVICE float root_of(float v) {  // 1 over the root of a normal number
+  float r;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
 DEVICE uint32_t key_head_of(const DeltaParams& p, uint32_t head) { return (uint32_t)__fdividef((float)(head * p.key_heads) + 0.5f, (float)p.heads); }
 DEVICE uint32_t pair(float a, float b) { return (uint32_t)__bfloat16_as_ushort(to_bf16(a)) | (uint32_t)__bfloat16_as_ushort(to_bf16(b)) << 16; }
 
@@ -252,7 +262,7 @@ struct Rule {
   float decay, beta, query, key, dot;
   Rule() = default;
   DEVICE Rule(float decay, float beta, float qq, float kk, float qk) : decay(decay), beta(beta) {  // the sums of squares and of query times key
-    query = __fmul_rn(rsqrtf(qq + 1e-6f), 0.08838834764831845f), key = rsqrtf(kk + 1e-6f), dot = __fmul_rn(__fmul_rn(qk, query), key);
+    query = __fmul_rn(root_of(qq + 1e-6f), 0.08838834764831845f), key = root_of(kk + 1e-6f), dot = __fmul_rn(__fmul_rn(qk, query), key);
   }
   // Output and correction, by which times the key the column changes.
   DEVICE float2 operator()(float u, float w, float value) const {
@@ -260,6 +270,16 @@ struct Rule {
     return make_float2(fmaf(__fmul_rn(decay, query), w, __fmul_rn(dot, d)), __fmul_rn(d, key));
   }
 };
+// The sums over a warp of a query's squares, a key's, and their products, by the pairs of warp_sum: each of these and a 0 in eight lanes, in this order.
+DEVICE float products(float q, float k) {
+  const bool odd = threadIdx.x & 8, high = threadIdx.x & 16;
+  const float qq = q * q, kk = k * k, qk = q * k;
+  const float a = (high ? qk : qq) + __shfl_xor_sync(~0u, high ? qq : qk, 16), b = (high ? 0.0f : kk) + __shfl_xor_sync(~0u, high ? kk : 0.0f, 16);
+  float v = (odd ? b : a) + __shfl_xor_sync(~0u, odd ? a : b, 8);
+#pragma unroll
+  for (int o = 4; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
+  return v;
+}
 DEVICE float decay_of(float a, float alog, float dt) { return expf(-expf(alog) * softplus(a + dt)); }
 
 // The records of kQ quarters of a head that shared memory has room for: of each key, corrections, decay.
@@ -317,7 +337,7 @@ struct Channel {
 };
 
 // Ends a row of a quarter in one warp, a column a lane: o is that of the lane's own column. The squares add up in fours of columns, then in pairs.
-DEVICE void end_row(const DeltaParams& p, uint32_t row, uint32_t head, uint32_t quarter, uint32_t own, float o, float norm, uint32_t z) {
+DEVICE void end_row(float* squares, bf16* gated, float o, float norm, float open) {
   float square = 0.0f;
 #pragma unroll
   for (int j = 0; j < 4; j++) {
@@ -327,9 +347,12 @@ DEVICE void end_row(const DeltaParams& p, uint32_t row, uint32_t head, uint32_t 
   square += __shfl_xor_sync(~0u, square, 1);
   square += __shfl_xor_sync(~0u, square, 2);
   square += __shfl_xor_sync(~0u, square, 4);
+  if (threadIdx.x % 32 == 0) *squares = square;
+  *gated = to_bf16(o * norm * open);
+}
+DEVICE void end_row(const DeltaParams& p, uint32_t row, uint32_t head, uint32_t quarter, uint32_t own, float o, float norm, uint32_t z) {
   const uint64_t at = (uint64_t)row * p.heads + head;
-  if (threadIdx.x % 32 == 0) p.squares[at * 4 + quarter] = square;
-  p.gated[at * 128 + quarter * 32 + own] = to_bf16(o * norm * gate(lo(z)));
+  end_row(p.squares + at * 4 + quarter, p.gated + at * 128 + quarter * 32 + own, o, norm, gate(lo(z)));
 }
 
 // With kOne lanes have a row each, so that nothing is kept for another.
@@ -386,16 +409,23 @@ DEVICE void quarters(const DeltaParams& p, QuartersShared& m) {
   // Of a row: query and key, and of the first warp value and z, of the second a and b.
   const bf16 *at0 = ready(line + channel[0]), *at1 = ready(line + channel[1]);
   const bf16 *at2 = ready(t < 32 ? line + channel[2] : p.a + at), *at3 = ready(t < 32 ? p.z + at * D + quarter * 32 + state.own : p.b + at);
+  auto pasts = [&]() {
+#pragma unroll
+    for (int i = 0; i < 3; i++)
+#pragma unroll
+      for (int j = 0; j < 3; j++) of[i].past[j] = late(old[i][j]);
+  };
   if (record.count) {
     copies_wait();
     __syncthreads();
     state.open();
     held.fold(p, record, &state);
-    if (lane.record) state.put(p);  // long before the kernel ends, which waits for it
+    if (kOne) pasts();  // have come with the state
+    if (!kOne && lane.record) state.put(p);  // long before the kernel ends, which waits for it
   }
   pdl_wait();
   if (p.trigger == 1) pdl_trigger();
-  const bool keep = !lane.record && !record.leave;  // of what becomes of the matrices: they are written, or each row leaves a record
+  const bool keep = (kOne || !lane.record) && !record.leave;  // of what becomes of the matrices: they are written, or each row leaves a record
   uint32_t x[4];
   auto ask = [&]() {
     x[0] = fresh(at0), x[1] = fresh(at1);
@@ -405,10 +435,12 @@ DEVICE void quarters(const DeltaParams& p, QuartersShared& m) {
   const uint32_t rows = kOne ? 1 : lane.rows;
   if (rows > 0) ask();
   if (!record.count) state.open();
-#pragma unroll
-  for (int i = 0; i < 3; i++)
-#pragma unroll
-    for (int j = 0; j < 3; j++) of[i].past[j] = late(old[i][j]);
+  if (!kOne || !record.count) pasts();
+  // A lane's only row that leaves a record is ended by one warp: where it writes is worked out while the row comes.
+  const bool brief = kOne && record.leave;
+  float *rec = nullptr, *squares = nullptr;
+  bf16* gated = nullptr;
+  if constexpr (kOne) rec = ready(record(record.count)), squares = ready(p.squares + at * 4 + quarter), gated = ready(p.gated + at * D + quarter * 32 + state.own);
 #pragma unroll 1
   for (uint32_t r = 0; r < rows; r++) {
     if (r > 0) {
@@ -418,19 +450,31 @@ DEVICE void quarters(const DeltaParams& p, QuartersShared& m) {
     const float qv = of[0](lo(x[0])), kv = of[1](lo(x[1]));
     raw[t] = qv, raw[D + t] = kv;  // of the keys whose rows of the matrix this warp has
     __syncwarp();
+    float opened = 0.0f;
     if (t < 32) {
       raw[2 * D + t] = of[2](lo(x[2]));
+      if constexpr (kOne) opened = gate(lo(x[3]));
     } else if (warp == 1) {
       const float decay = decay_of(lo(x[2]), factor, dt), beta = gate(lo(x[3]));
       if (t == 32) m.scalars = make_float2(decay, beta);
     }
-    const float qq = warp_sum(qv * qv), kk = warp_sum(kv * kv), qk = warp_sum(qv * kv);
-    if (l == 0) *(float4*)parts[warp] = make_float4(qq, kk, qk, 0.0f);
     float q[8], k[8];
     *(float4*)q = *(const float4*)&raw[state.i0], *(float4*)(q + 4) = *(const float4*)&raw[state.i0 + 4];
     *(float4*)k = *(const float4*)&raw[D + state.i0], *(float4*)(k + 4) = *(const float4*)&raw[D + state.i0 + 4];
-    sums[warp][state.own] = state.along(k, q);
-    __syncthreads();
+    const float2 mine = state.along(k, q);
+    const float sum = products(qv, kv);  // beside it: nothing in shared memory lies between
+    sums[warp][state.own] = mine;
+    if (t % 8 == 0) parts[0][t / 8] = sum;
+    if (brief) {
+      if (quarter == 0) rec[t] = kv;
+      if (warp) {
+        asm volatile("bar.arrive 1, 128;" ::: "memory");
+        return;
+      }
+      asm volatile("bar.sync 1, 128;" ::: "memory");
+    } else {
+      __syncthreads();
+    }
     float part[4][4];
 #pragma unroll
     for (int i = 0; i < 4; i++) *(float4*)part[i] = *(const float4*)parts[i];
@@ -440,13 +484,21 @@ DEVICE void quarters(const DeltaParams& p, QuartersShared& m) {
     const float2 made = rule(s0.x + s1.x + s2.x + s3.x, s0.y + s1.y + s2.y + s3.y, raw[2 * D + state.own]);
     const uint32_t row = lane.first + r;
     const bool last = r + 1 == rows;
-    if (warp == 0) end_row(p, row, head, quarter, state.own, made.x, factor, x[3]);
-    if (keep || !last) {
+    if (warp == 0) {
+      if constexpr (kOne) end_row(squares, gated, made.x, factor, opened);
+      else end_row(p, row, head, quarter, state.own, made.x, factor, x[3]);
+    }
+    if (brief) {
+      rec[D + quarter * 32 + state.own] = made.y;
+      if (quarter == 0 && t == 0) rec[2 * D] = rule.decay;
+      return;
+    }
+    if (kOne || keep || !last) {
       state.decay(rule.decay);
       state.correct(k, made.y);
-      if (keep && last) state.put(p);
+      if (kOne || keep && last) state.put(p);
     }
-    if (!keep) {
+    if (!kOne && !keep) {
       float* rec = record(record.count + r);
       if (warp == 1) rec[D + quarter * 32 + state.own] = made.y;
       if (quarter == 0) {
@@ -493,9 +545,8 @@ template <int kQ>
 struct Meeting {
   __align__(16) float parts[4][4];
   float2 sums[kQ][4][32], scalars;
-  DEVICE void products(float q, float k) {
-    const float qq = warp_sum(q * q), kk = warp_sum(k * k), qk = warp_sum(q * k);
-    if (threadIdx.x % 32 == 0) *(float4*)parts[threadIdx.x / 32] = make_float4(qq, kk, qk, 0.0f);
+  DEVICE void put(float sum) {  // of products
+    if (threadIdx.x % 8 == 0) parts[0][threadIdx.x / 8] = sum;
   }
   DEVICE Rule rule() const {
     float part[4][4];
@@ -563,10 +614,20 @@ DEVICE void halves(const DeltaParams& p, HalvesShared& m) {
     const float decay = decay_of(lo(x[2]), factor, dt), beta = gate(lo(x[3]));
     if (l == 0) m.meeting.scalars = make_float2(decay, beta);
   }
-  m.meeting.products(qv, kv);
-#pragma unroll
-  for (int q = 0; q < 2; q++) m.meeting.sums[q][warp][own] = state[q].along(m.channels.key(i0), m.channels.query(i0));
-  __syncthreads();
+  const float2 first = state[0].along(m.channels.key(i0), m.channels.query(i0));
+  const float sum = products(qv, kv);
+  m.meeting.sums[0][warp][own] = first, m.meeting.put(sum);
+  m.meeting.sums[1][warp][own] = state[1].along(m.channels.key(i0), m.channels.query(i0));
+  if (record.leave) {
+    if (quarter == 0) record(record.count)[t] = kv;
+    if (warp > 1) {  // the others end a quarter each
+      asm volatile("bar.arrive 1, 128;" ::: "memory");
+      return;
+    }
+    asm volatile("bar.sync 1, 128;" ::: "memory");
+  } else {
+    __syncthreads();
+  }
   const Rule rule = m.meeting.rule();
 #pragma unroll
   for (int q = 0; q < 2; q++) {
@@ -583,11 +644,7 @@ DEVICE void halves(const DeltaParams& p, HalvesShared& m) {
       state[q].put(p);
     }
   }
-  if (record.leave && quarter == 0) {
-    float* rec = record(record.count);
-    rec[t] = kv;
-    if (t == 0) rec[2 * D] = rule.decay;
-  }
+  if (record.leave && quarter == 0 && t == 0) record(record.count)[2 * D] = rule.decay;
 }
 
 // One row a lane, a whole head a block: of two quarters a thread has its pieces in registers, of two in shared memory, where it has put them itself.
@@ -627,6 +684,7 @@ DEVICE void whole_heads(const DeltaParams& p, HeadsShared& m) {
   const uint64_t at = (uint64_t)lane.first * p.heads + head;
   const bf16* line = p.x + (uint64_t)lane.first * c;
   const bf16 *at0 = ready(line + query0 + t), *at1 = ready(line + key0 + t), *at2 = ready(line + value0 + t), *at3 = ready(p.z + at * D + warp * 32 + own);
+  const bf16 *at4 = ready(p.a + at), *at5 = ready(p.b + at);
   if (record.count) {
     asm volatile("cp.async.commit_group; cp.async.wait_group 1;" ::: "memory");
     __syncthreads();
@@ -638,7 +696,8 @@ DEVICE void whole_heads(const DeltaParams& p, HeadsShared& m) {
   if (p.trigger == 1) pdl_trigger();
   uint32_t x[4], xa = 0, xb = 0;
   x[0] = fresh(at0), x[1] = fresh(at1), x[2] = fresh(at2), x[3] = fresh(at3);
-  if (warp == 3) xa = fresh(p.a + at), xb = fresh(p.b + at);
+  if (warp == 3) xa = fresh(at4), xb = fresh(at5);
+  __syncwarp();  // all are asked for before anything else is waited for
   copies_wait();
   if (!record.count) {
     __syncthreads();
@@ -683,10 +742,9 @@ DEVICE void whole_heads(const DeltaParams& p, HeadsShared& m) {
   __syncwarp();
   m.channels.convolve(2 * D + t, x[2]);
   if (warp == 3) {
-    const float decay = decay_of(lo(xa), alog, dt), beta = gate(lo(xb));
+    const float decay = decay_of(late(xa), alog, dt), beta = gate(late(xb));
     if (l == 0) m.meeting.scalars = make_float2(decay, beta);
   }
-  m.meeting.products(qv, kv);
   auto other = [&](int q) {
     Piece<kHalf> s;
     s.c4 = c4, s.g = state[0].g, s.at = at_rest + q * 32;
@@ -694,10 +752,13 @@ DEVICE void whole_heads(const DeltaParams& p, HeadsShared& m) {
     for (int i = 0; i < 8; i++) *(float4*)s.S[i] = *(const float4*)m.rest[q][i][t];
     return s;
   };
-#pragma unroll
-  for (int q = 0; q < 2; q++) m.meeting.sums[q][warp][own] = state[q].along(m.channels.key(i0), m.channels.query(i0));
+  const float2 first = state[0].along(m.channels.key(i0), m.channels.query(i0));
+  const float sum = products(qv, kv);
+  m.meeting.sums[0][warp][own] = first, m.meeting.put(sum);
+  m.meeting.sums[1][warp][own] = state[1].along(m.channels.key(i0), m.channels.query(i0));
 #pragma unroll 1
   for (int q = 0; q < 2; q++) m.meeting.sums[2 + q][warp][own] = other(q).along(m.channels.key(i0), m.channels.query(i0));
+  if (record.leave) record(record.count)[t] = kv;
   __syncthreads();
   const Rule rule = m.meeting.rule();
   auto made = [&](uint32_t q) { return m.meeting.made(rule, q, own, m.channels.value(q * 32 + own)); };
@@ -705,7 +766,7 @@ DEVICE void whole_heads(const DeltaParams& p, HeadsShared& m) {
   end_row(p, lane.first, head, warp, own, mine.x, norm, x[3]);
   if (record.leave) {
     float* rec = record(record.count);
-    rec[D + warp * 32 + own] = mine.y, rec[t] = kv;
+    rec[D + warp * 32 + own] = mine.y;
     if (t == 0) rec[2 * D] = rule.decay;
     return;
   }

@@ -893,7 +893,10 @@ NINFER_KERNEL(project_whole, ProjectParams, kProject, 64) {
   else if (p.r == 1) brief<kValues, 1>(p);
   else brief<kValues, 2>(p);
 }
-NINFER_KERNEL(project_whole_rows, ProjectParams, kProject, 64) { project<true, 0, 2>(p); }
+NINFER_KERNEL(project_whole_rows, ProjectParams, kProject, 64) {
+  if (brief_takes(p, kValues)) brief<kValues, 0>(p);
+  else project<true, 0, 2>(p);
+}
 NINFER_KERNEL(project_whole_lanes, ProjectParams, kProject, 80) {
   if (brief_takes(p, kValues)) brief<kValues, 0>(p);
   else project<true, 0, 2>(p);
