@@ -19,7 +19,11 @@ func TestArmed(t *testing.T) {
 		defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(4))
 	}
 	m := subject(t)
-	const lanes, room, rounds = 4, 1024, 400
+	const lanes, room = 4, 1024
+	rounds, least, most := 400, 1, 40 // steps at a time
+	if testing.Short() {              // for tools that slow a GPU down
+		rounds, least, most = 5, 6, 6
+	}
 	var devices [2]*device.Device
 	var runners [2]*model.Runner
 	for i := range devices {
@@ -76,7 +80,7 @@ func TestArmed(t *testing.T) {
 			}
 		}
 		list := [][]int{{0}, {1}, {0, 1}, {3, 2}, {0, 1, 2, 3}}[r.IntN(5)]
-		for range 1 + r.IntN(40) {
+		for range least + r.IntN(most-least+1) {
 			pass(backend.Decode, list, 1)
 		}
 		if devices[0].Armed() {
@@ -111,8 +115,9 @@ func TestArmed(t *testing.T) {
 			}
 		}
 	}
-	if armed < rounds/10 {
-		t.Errorf("armed behind %d of %d runs of steps", armed, rounds)
+	t.Logf("armed behind %d of %d runs of steps", armed, rounds)
+	if armed < rounds/10 && !testing.Short() { // such tools may wait for each launch
+		t.Error("that is too few")
 	}
 }
 

@@ -32,6 +32,9 @@ func open(t testing.TB, o device.Options) *device.Device {
 	if *codeFlag != "" {
 		o.Code = os.DirFS(*codeFlag)
 	}
+	if *tunedFlag != "" {
+		o.Tuned = os.DirFS(*tunedFlag)
+	}
 	if *gemmFlag != "" {
 		o.Gemm = os.DirFS(*gemmFlag)
 	}

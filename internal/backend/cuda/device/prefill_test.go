@@ -19,6 +19,7 @@ import (
 var (
 	gemmFlag    = flag.String("gemm", "", "folder with a subfolder fatbin of the products of many rows")
 	chunkFlag   = flag.String("chunk", "", "the same of the sequences of many rows")
+	tunedFlag   = flag.String("tuned", "", "and of decoding's tuned kernels")
 	libraryFlag = flag.String("library", "", "cuBLASLt to use; none for kernels of our own")
 )
 

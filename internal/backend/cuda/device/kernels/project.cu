@@ -681,6 +681,7 @@ DEVICE bool brief_takes(const ProjectParams& p, uint32_t k) {
 template <uint32_t K, uint32_t R>
 DEVICE void brief(const ProjectParams& p) {
   constexpr uint32_t C = R ? 1 : 2, W = kWarps, SH = W / C, kPart = K / C, kShare = K / W, pitch = kPart * 2 + 16, row_pitch = kPart + 64, kHeads = kShare / 128, kMine = R ? R : 4;
+  constexpr int kBegun = C > 1 ? 1 + SH : 2;  // barrier of the last warp, which says that the wait is not over, and the first, which says later that it is
   static_assert(kShare == 512 && R <= 2);
   const uint32_t rows = R ? R : p.r, even = R ? R : (rows + 1) / 2 * 2;  // even: for how many there is room in the sums
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -700,6 +701,8 @@ DEVICE void brief(const ProjectParams& p) {
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(n * kPart) : "memory");
     }
+    __syncwarp();
+    asm volatile("bar.arrive %0, 64;" ::"n"(kBegun) : "memory");
     uint64_t policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     const uint8_t* from = (const uint8_t*)p.part[0].w + (uint64_t)first * K + rank * kPart;
@@ -753,6 +756,7 @@ DEVICE void brief(const ProjectParams& p) {
   const uint32_t mine_x = xs + set * pitch + mine * (kShare * 2) + lane * 16;
   asm volatile("st.shared.v2.u64 [%2], {%0, %1}; ld.volatile.shared.v2.u64 {%0, %1}, [%2];" : "+l"(x_from), "+l"(square) : "r"(mine_x) : "memory");
   __syncwarp();
+  if (warp == 0) asm volatile("bar.sync %0, 64;" ::"n"(kBegun) : "memory");
   pdl_wait();
   if (threadIdx.x == 0) asm volatile("st.volatile.shared.u32 [%0], 1;" ::"r"(over_at) : "memory");
   const float4 s = __ldcg((const float4*)square);

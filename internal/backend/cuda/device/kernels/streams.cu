@@ -49,7 +49,7 @@ struct Bring {
 // the number to the third word, looks once more, since either it sees what the host has written or the host sees that, and says in the fourth word whether
 // the launch has come (the number) or not (its complement).
 NINFER_KERNEL(begin_armed, GatherParams, 256, 1) {
-  __shared__ bool comes;
+  bool comes = false;
   pdl_trigger();  // as in begin
   pdl_wait();
   if (blockIdx.x > 0) {
@@ -81,8 +81,7 @@ NINFER_KERNEL(begin_armed, GatherParams, 256, 1) {
     }
     comes = (uint32_t)v == number && v >> 32 != number;
   }
-  __syncthreads();
-  if (comes) from_host(p.list, p.out, p.width);
+  if (__syncthreads_or(comes)) from_host(p.list, p.out, p.width);
 }
 
 NINFER_KERNEL(begin_chained, GatherParams, 256, 1) {
