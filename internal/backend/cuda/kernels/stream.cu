@@ -98,7 +98,9 @@ struct Kept {
 
 // Ten warps keep their activations in registers, and their FIFO holds whole tiles of their run of k: kDepth KB, of which the blocks of the grid's second
 // half, which come to an SM last, ask for kEarly KB before the wait and for the rest when they have asked for activations, which would come behind it.
-template <int F, int kWarps, int kDepth, int kEarly = kDepth>
+// With kAhead the first half, which waits 2 to 4 us for activations while memory has little to do, asks L2 for the tile behind its FIFO, a tenth a warp. That is for
+// three rows and more: with fewer it gains nothing.
+template <int F, int kWarps, int kDepth, int kEarly = kDepth, bool kAhead = false>
 NINFER_DEVICE void run_slab(const GemvParams& p, uint32_t part0, uint32_t part1, uint32_t block, uint32_t blocks) {
   constexpr int chunk = Format<F>::chunk, ks = Format<F>::ks;
   constexpr bool kept = kWarps == 10;  // activations in registers
@@ -195,6 +197,18 @@ NINFER_DEVICE void run_slab(const GemvParams& p, uint32_t part0, uint32_t part1,
     return __ldg((const uint16_t*)p.part[own_part].scale + row - own_base);
   };
   uint32_t scale = scale_of(slab0 + wrow);
+
+  if constexpr (kAhead) {
+    constexpr uint32_t kPace = 320;  // clocks from a warp's request to the next warp's
+    TileWalk peek = ahead;
+    uint32_t first, n;
+    if (early == kDepth && peek.next(p, first, n)) {
+      const uint32_t begin = clock(), bytes = n * row_bytes / kWarps & ~15u;
+      const uint8_t* at = (const uint8_t*)p.part[peek.part].w + (uint64_t)first * row_bytes + warp * bytes;
+      while ((uint32_t)clock() - begin < warp * kPace);
+      if (lane == 0) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(bytes) : "memory");
+    }
+  }
 
   STAMP(1)
   pdl_wait();
@@ -647,8 +661,10 @@ NINFER_KERNEL(gemv_bf16, GemvParams, kThreads10, 2) {
 }
 
 NINFER_KERNEL(gemv_e4m3, GemvParams, kThreads10, 2) {
-  if (blockIdx.x < p.first_blocks)
+  if (blockIdx.x < p.first_blocks && p.r < 3)
     run_slab<FORMAT_E4M3, 10, 8, 4>(p, 0, p.first_parts, blockIdx.x, p.first_blocks);
+  else if (blockIdx.x < p.first_blocks)
+    run_slab<FORMAT_E4M3, 10, 8, 4, true>(p, 0, p.first_parts, blockIdx.x, p.first_blocks);
   else
     run_slab<FORMAT_BF16, 10, 8>(p, p.first_parts, p.parts, blockIdx.x - p.first_blocks, gridDim.x - p.first_blocks);
 }
