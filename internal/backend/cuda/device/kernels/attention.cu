@@ -47,12 +47,17 @@ DEVICE uint32_t warp_through(uint32_t v) {
   return v;
 }
 
-// Sum over the block's threads before this one, and over all; scan is of this sum alone.
+// The first W warps of a block meet.
+template <uint32_t W>
+DEVICE void meet() { asm volatile("bar.sync 1, %0;" ::"n"(32 * W) : "memory"); }
+
+// Sum over the threads of the first W warps before this one, and over all of them; scan is of this sum alone.
+template <uint32_t W>
 DEVICE uint32_t block_before(uint32_t* scan, uint32_t v, uint32_t& all) {
   const uint32_t through = warp_through(v), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (lane == 31) scan[warp] = through;
-  __syncthreads();
-  const uint32_t of = scan[lane];
+  meet<W>();
+  const uint32_t of = lane < W ? scan[lane] : 0;
   all = __reduce_add_sync(~0u, of);
   return through - v + __reduce_add_sync(~0u, lane < warp ? of : 0u);
 }
@@ -242,13 +247,12 @@ NINFER_KERNEL(select_blocks, SelectParams, kSelect, 1) {
   uint32_t key[4], all;
   keys_of(score, live, key);
   const uint32_t taken = choose(room, key, n, p.most);
-  const uint32_t e = block_before(room.scan, __popc(taken), all);
+  const uint32_t e = block_before<kSelect / 32>(room.scan, __popc(taken), all);
   list_taken(list, p, pages, taken, e, 4 * t, id);
 }
 
-// Eight blocks of a cluster share a row's scores. A thread has four keys next to each other, and four kSegment further on.
-static constexpr uint32_t kShare = 8, kShareKeys = 8192, kShareNear = 64;
-static_assert(kShareKeys == 2 * kSegment);
+// Eight blocks of a cluster share a row's scores. Of up to 8,192 keys kFewWarps warps of each take some.
+static constexpr uint32_t kShare = 8, kShareNear = 64, kFewWarps = 8;
 
 // What is known of the last key to be taken: the window that it is in, a bin once it has been found in one, how many keys of that are to be taken, how many it
 // has (0: it is in no bin), and of those of blocks before this one how many are in larger bins, and in this.
@@ -257,21 +261,22 @@ struct Found {
   uint32_t need, count, before, ahead;
 };
 
+template <uint32_t W>  // warps
 struct ShareRoom {
   union {
-    __align__(16) uint32_t key[kShareKeys];  // only where keys are chosen bit by bit
-    uint2 id[kSelect];                       // of a thread's keys: the row of the first token of each four blocks
+    __align__(16) uint32_t key[256 * W];  // only where keys are chosen bit by bit
+    uint2 id[32 * W];                     // of a thread's keys: the row of the first token of each four blocks
   };
   __align__(16) uint32_t bins[kBins];
   __align__(16) uint32_t groups[2][kShare][kBins / 32];  // keys in 32 bins each, of all blocks, of this pass and the one before
   uint32_t fine[kShare][32];                             // of the bins of one group, from the largest on
   Found found;
   uint2 near[kShareNear];            // key and place
-  uint32_t mask[kShareKeys / 32];    // of 32 keys: which are taken, where they are chosen bit by bit
-  uint32_t late[kSelect / 4];        // of a thread's keys, eight bits: which of the last bin's are taken
+  uint32_t mask[8 * W];              // of 32 keys: which are taken, where they are chosen bit by bit
+  uint32_t late[8 * W];              // of a thread's keys, eight bits: which of the last bin's are taken
   __align__(8) uint2 range[kShare];  // of a block: the largest key, and a bound
   __align__(8) uint64_t came[5];     // what other blocks send: range, groups of two passes, fine, near
-  uint32_t sums[2][kShare], scan[kSelect / 32], least[kSelect / 32], n, earlier, from, valid;
+  uint32_t sums[2][kShare], scan[W], least[W], n, earlier, from, valid;
 };
 
 DEVICE void share_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
@@ -302,12 +307,13 @@ DEVICE void await(uint64_t* came, uint32_t phase) {
 }
 
 // Sums over the cluster's blocks of v of each thread: of all, and of those before this one. step: sums before this one.
-DEVICE uint32_t share_sum(ShareRoom& room, uint32_t rank, uint32_t v, uint32_t step, uint32_t& before) {
+template <uint32_t W>
+DEVICE uint32_t share_sum(ShareRoom<W>& room, uint32_t rank, uint32_t v, uint32_t step, uint32_t& before) {
   v = __reduce_add_sync(~0u, v);
   if (threadIdx.x % 32 == 0) room.scan[threadIdx.x / 32] = v;
-  __syncthreads();
+  meet<W>();
   if (threadIdx.x < 32) {
-    v = __reduce_add_sync(~0u, room.scan[threadIdx.x]);
+    v = __reduce_add_sync(~0u, threadIdx.x < W ? room.scan[threadIdx.x] : 0);
     if (threadIdx.x < kShare) put(there(&room.sums[step % 2][rank], threadIdx.x), v);
   }
   share_arrive();
@@ -323,25 +329,26 @@ DEVICE uint32_t share_sum(ShareRoom& room, uint32_t rank, uint32_t v, uint32_t s
 }
 
 // Marks which of this block's keys are among the best, and says how many of other blocks come before them: bit by bit, whatever keys these are.
-__device__ __noinline__ uint32_t share_slowly(ShareRoom& room, uint32_t rank, uint32_t valid, uint32_t most) {
+template <uint32_t W>
+__device__ __noinline__ uint32_t share_slowly(ShareRoom<W>& room, uint32_t rank, uint32_t valid, uint32_t most) {
   const uint32_t t = threadIdx.x;
   uint32_t threshold = 0, before, step = 0;
   for (int bit = 31; bit >= 0; bit--) {
     const uint32_t next = threshold | 1u << bit;
     uint32_t n = 0;
-    for (uint32_t i = t; i < valid; i += kSelect) n += room.key[i] >= next;
-    if (share_sum(room, rank, n, step++, before) >= most) threshold = next;
+    for (uint32_t i = t; i < valid; i += 32 * W) n += room.key[i] >= next;
+    if (share_sum<W>(room, rank, n, step++, before) >= most) threshold = next;
   }
   uint32_t larger = 0, equal = 0;
-  for (uint32_t i = t; i - t % 32 < valid; i += kSelect) {
+  for (uint32_t i = t; i - t % 32 < valid; i += 32 * W) {
     const bool more = i < valid && room.key[i] > threshold, same = i < valid && room.key[i] == threshold;
     const uint32_t votes = __ballot_sync(~0u, more), ties = __ballot_sync(~0u, same);
     if (t % 32 == 0) room.mask[i / 32] = votes, room.bins[i / 32] = ties;
     larger += more, equal += same;
   }
   uint32_t before_equal;
-  const uint32_t all = share_sum(room, rank, larger, step++, before);
-  share_sum(room, rank, equal, step++, before_equal);
+  const uint32_t all = share_sum<W>(room, rank, larger, step++, before);
+  share_sum<W>(room, rank, equal, step++, before_equal);
   const uint32_t need = most - all, gone = min(need, before_equal);
   if (t == 0) {
     uint32_t left = need - gone;
@@ -351,18 +358,20 @@ __device__ __noinline__ uint32_t share_slowly(ShareRoom& room, uint32_t rank, ui
   return before + gone;
 }
 
-// Which of a thread's eight keys there are, of so many.
+// Which of a thread's 4 G keys there are, of so many.
+template <uint32_t W, uint32_t G>
 DEVICE uint32_t live_of(uint32_t valid) {
   const uint32_t t = threadIdx.x;
-  return (1u << min(valid - min(valid, 4 * t), 4u)) - 1 | (1u << min(valid - min(valid, kSegment + 4 * t), 4u)) - 1 << 4;
+  return (1u << min(valid - min(valid, 4 * t), 4u)) - 1 | (G > 1 ? (1u << min(valid - min(valid, 128 * W + 4 * t), 4u)) - 1 << 4 : 0);
 }
 
-// Rows of the first tokens of the four blocks of four tokens from block on, and of the four kSegment further on, as far as there are any.
+// Rows of the first tokens of the four blocks of four tokens from block on, and, where G is 2, of the four 128 * W further on, as far as there are any.
+template <uint32_t W, uint32_t G>
 DEVICE uint2 first_rows(const SelectParams& p, const uint32_t* pages, uint32_t block, uint32_t live) {
   const uint32_t at = block * 4;
   uint2 id = make_uint2(0, 0);
   if (p.ratio == 4 && (live & 1)) id.x = pages[at / kPage] * kPage + at % kPage;
-  if (p.ratio == 4 && (live >> 4 & 1)) id.y = pages[at / kPage + kSegment * 4 / kPage] * kPage + at % kPage;
+  if (G > 1 && p.ratio == 4 && (live >> 4 & 1)) id.y = pages[at / kPage + 512 * W / kPage] * kPage + at % kPage;
   return id;
 }
 
@@ -372,21 +381,16 @@ static constexpr int kShareBlocks = 2;  // in few registers, so that a block fin
 #else
 static constexpr int kShareBlocks = 1;
 #endif
-NINFER_KERNEL(select_shared, SelectParams, kSelect, kShareBlocks) {
-  __shared__ ShareRoom room;
-  const uint32_t r = blockIdx.y, rank = blockIdx.x, t = threadIdx.x, warp = t / 32, lane = t % 32;
-  const Row row = p.rows[r];
-  const uint32_t visible = row.at + 1, n = visible / p.ratio;
+
+// A selection by the first W warps of a cluster's blocks, from `per` keys each: a thread has four next to each other, and four more 128 * W further on where G
+// is 2. The others leave: warps without keys go through the code as well, which takes the SM's time.
+template <uint32_t W, uint32_t G>
+DEVICE void select_by(ShareRoom<W>& room, const SelectParams& p, const Row& row, uint32_t n, uint32_t per) {
+  constexpr uint32_t kStep = 128 * W, kThreads = 32 * W;
+  const uint32_t r = blockIdx.y, rank = blockIdx.x, t = threadIdx.x, warp = t / 32, lane = t % 32, visible = row.at + 1;
+  if (t >= kThreads) return;
   const uint32_t* pages = p.pages + (uint64_t)row.slot * p.pages_ld;
   uint32_t* list = p.list + (uint64_t)r * p.list_ld;
-  if (n <= p.most) {
-    pdl();
-    if (rank) return;
-#pragma unroll 1
-    for (uint32_t i = t; i < visible; i += kSelect) list[i] = token_row(pages, i);
-    if (t == 0) p.count[r] = visible;
-    return;
-  }
   if (t == 0) {
 #pragma unroll
     for (uint32_t i = 0; i < 5; i++) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"((uint32_t)__cvta_generic_to_shared(room.came + i)) : "memory");
@@ -396,37 +400,45 @@ NINFER_KERNEL(select_shared, SelectParams, kSelect, kShareBlocks) {
   __syncwarp();
   share_arrive();  // a block's shared memory is written once it has begun
   const uint32_t tail = visible - n * p.ratio, end = t < tail ? token_row(pages, n * p.ratio + t) : 0;
-  const uint32_t per = (n + kShare * 128 - 1) / (kShare * 128) * 128, from = min(n, rank * per), valid = min(n - from, per);
-  const uint32_t live = live_of(valid);
-  room.id[t] = first_rows(p, pages, from + 4 * t, live);
-  if (t < kBins / 4) *(uint4*)(room.bins + 4 * t) = make_uint4(0, 0, 0, 0);
-  if (t < kSelect / 4) room.late[t] = 0;
+  const uint32_t from = min(n, rank * per), valid = min(n - from, per);
+  const uint32_t live = live_of<W, G>(valid);
+  room.id[t] = first_rows<W, G>(p, pages, from + 4 * t, live);
+  auto clear = [&]() {
+#pragma unroll
+    for (uint32_t i = 0; i < kBins / 4; i += kThreads)
+      if (kThreads <= kBins / 4 || t < kBins / 4) *(uint4*)(room.bins + 4 * (t + i)) = make_uint4(0, 0, 0, 0);
+  };
+  clear();
+  if (t < kThreads / 4) room.late[t] = 0;
   if (t == 0) room.n = room.earlier = room.found.before = 0, room.from = from, room.valid = valid;
   const float4* scores = (const float4*)(p.scores + (uint64_t)r * p.blocks + from) + t;
   pdl();
   if (rank == 0 && t < tail) list[p.most * p.ratio + t] = end;
   if (rank == 0 && t == 0) p.count[r] = p.most * p.ratio + tail;
-  uint32_t key[8];
+  uint32_t key[4 * G];
   {
     float4 score[2] = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
     if (live & 1) score[0] = __ldcg(scores);
-    if (live >> 4 & 1) score[1] = __ldcg(scores + kSegment / 4);
-    keys_of(score[0], live, key), keys_of(score[1], live >> 4, key + 4);
+    if (G > 1 && (live >> 4 & 1)) score[1] = __ldcg(scores + 32 * W);
+    keys_of(score[0], live, key);
+    if (G > 1) keys_of(score[1], live >> 4, key + 4 * (G - 1));
   }
-  uint32_t high = max(max(max(key[0], key[1]), max(key[2], key[3])), max(max(key[4], key[5]), max(key[6], key[7])));
+  uint32_t high = max(max(key[0], key[1]), max(key[2], key[3]));
+#pragma unroll
+  for (uint32_t i = 4; i < 4 * G; i++) high = max(high, key[i]);
   // Where eight threads next to each other are as many times as there are keys to take, none below the least of their largest is taken.
   uint32_t least = high;
 #pragma unroll
   for (int o = 1; o < 8; o <<= 1) least = max(least, __shfl_xor_sync(~0u, least, o));
   if (t / 8 * 32 >= valid) least = ~0u;
   const uint32_t full = n / per, rest = n - full * per;
-  if (full * (min(per, kSegment) / 32) + (min(rest, kSegment) + 31) / 32 < p.most) least = 0;
+  if (full * (min(per, kStep) / 32) + (min(rest, kStep) + 31) / 32 < p.most) least = 0;
   high = __reduce_max_sync(~0u, high), least = __reduce_min_sync(~0u, least);
   if (lane == 0) room.scan[warp] = high, room.least[warp] = least;
-  __syncthreads();
+  meet<W>();
   share_wait();
   if (warp == 0) {
-    high = __reduce_max_sync(~0u, room.scan[lane]), least = __reduce_min_sync(~0u, room.least[lane]);
+    high = __reduce_max_sync(~0u, room.scan[lane % W]), least = __reduce_min_sync(~0u, room.least[lane % W]);
     if (lane < kShare) send(there(&room.range[rank], lane), high, least, there(room.came, lane));
   }
   await(room.came, 0);
@@ -440,16 +452,17 @@ NINFER_KERNEL(select_shared, SelectParams, kSelect, kShareBlocks) {
   for (uint32_t pass = 0;; pass++) {
     const uint32_t base = window.base, width = window.top - base, shift = window.shift();
 #pragma unroll
-    for (uint32_t i = 0; i < 8; i++) {
+    for (uint32_t i = 0; i < 4 * G; i++) {
       const uint32_t d = key[i] - base;
       count_in(room.bins + (d >> shift), d < width);
     }
-    __syncthreads();
+    meet<W>();
     auto& groups = room.groups[pass & 1];
     uint64_t* came = room.came + 1 + (pass & 1);
-    {
-      const uint32_t a = __reduce_add_sync(~0u, room.bins[warp * 64 + lane]), b = __reduce_add_sync(~0u, room.bins[warp * 64 + 32 + lane]);
-      if (lane < kShare) send(there(&groups[rank][warp * 2], lane), a, b, there(came, lane));
+#pragma unroll
+    for (uint32_t of = 0; of < kBins / 64; of += W) {
+      const uint32_t i = warp + of, a = __reduce_add_sync(~0u, room.bins[i * 64 + lane]), b = __reduce_add_sync(~0u, room.bins[i * 64 + 32 + lane]);
+      if (lane < kShare) send(there(&groups[rank][i * 2], lane), a, b, there(came, lane));
     }
     // From the largest on, by as few warps as can be: the group, two a lane, whose bins each of eight warps sends to a block, then the bin of it.
     if (warp < kShare) {
@@ -494,7 +507,7 @@ NINFER_KERNEL(select_shared, SelectParams, kSelect, kShareBlocks) {
         if (lane == 31) room.found.window.lower(), room.found.need = need - sum, room.found.count = 0, room.found.before += prior;
       }
     }
-    __syncthreads();
+    meet<W>();
     window = room.found.window, need = room.found.need, count = room.found.count;
     if (count) {
       if (need == count || count <= kShareNear) break;
@@ -506,26 +519,26 @@ NINFER_KERNEL(select_shared, SelectParams, kSelect, kShareBlocks) {
       expect(room.came + 1 + (~pass & 1), kShare * kBins / 32 * 4);
       if (count) expect(room.came + 3, kShare * 32 * 4);
     }
-    if (t < kBins / 4) *(uint4*)(room.bins + 4 * t) = make_uint4(0, 0, 0, 0);
-    __syncthreads();
+    clear();
+    meet<W>();
   }
   uint32_t taken = 0, before;
   if (slow) {
-    __syncthreads();
+    meet<W>();
     *(uint4*)(room.key + 4 * t) = make_uint4(key[0], key[1], key[2], key[3]);
-    *(uint4*)(room.key + kSegment + 4 * t) = make_uint4(key[4], key[5], key[6], key[7]);
+    if (G > 1) *(uint4*)(room.key + kStep + 4 * t) = make_uint4(key[4 * G - 4], key[4 * G - 3], key[4 * G - 2], key[4 * G - 1]);
     share_arrive();
     share_wait();
-    before = share_slowly(room, rank, room.valid, p.most);
+    before = share_slowly<W>(room, rank, room.valid, p.most);
     share_arrive();
     share_wait();
-    taken = (room.mask[t / 8] >> t % 8 * 4 & 15 | (room.mask[kSegment / 32 + t / 8] >> t % 8 * 4 & 15) << 4) & live_of(room.valid);
-    room.id[t] = first_rows(p, p.pages + (uint64_t)p.rows[r].slot * p.pages_ld, room.from + 4 * t, live_of(room.valid));
+    taken = (room.mask[t / 8] >> t % 8 * 4 & 15 | (room.mask[kStep / 32 + t / 8] >> t % 8 * 4 & 15) << 4) & live_of<W, G>(room.valid);
+    room.id[t] = first_rows<W, G>(p, p.pages + (uint64_t)p.rows[r].slot * p.pages_ld, room.from + 4 * t, live_of<W, G>(room.valid));
   } else {
     const uint32_t sure = need == count ? window.base : window.top;  // to be taken in any case
     uint32_t close = 0;
 #pragma unroll
-    for (uint32_t i = 0; i < 8; i++) {
+    for (uint32_t i = 0; i < 4 * G; i++) {
       if (key[i] >= sure) taken |= 1u << i;
       else if (key[i] >= window.base) close |= 1u << i;
     }
@@ -537,10 +550,10 @@ NINFER_KERNEL(select_shared, SelectParams, kSelect, kShareBlocks) {
 #pragma unroll 1
       for (; close; close &= close - 1) {
         const uint32_t i = __ffs(close) - 1, k = i & 3, e = room.found.ahead + atomicAdd(&room.n, 1u);
-        const uint32_t a = i < 4 ? key[0] : key[4], b = i < 4 ? key[1] : key[5], c = i < 4 ? key[2] : key[6], d = i < 4 ? key[3] : key[7];
+        const uint32_t a = i < 4 ? key[0] : key[4 * G - 4], b = i < 4 ? key[1] : key[4 * G - 3], c = i < 4 ? key[2] : key[4 * G - 2], d = i < 4 ? key[3] : key[4 * G - 1];
         const uint32_t own = k < 2 ? k == 0 ? a : b : k == 2 ? c : d;
 #pragma unroll 1
-        for (uint32_t j = 0; j < kShare; j++) send(there(room.near + e, j), own, room.from + i / 4 * kSegment + 4 * t + k, there(room.came + 4, j));
+        for (uint32_t j = 0; j < kShare; j++) send(there(room.near + e, j), own, room.from + i / 4 * kStep + 4 * t + k, there(room.came + 4, j));
       }
       __syncwarp();
       if (t < (count + 31) / 32 * 32) {
@@ -556,21 +569,44 @@ NINFER_KERNEL(select_shared, SelectParams, kSelect, kShareBlocks) {
           if (better < need) {
             const uint32_t place = own.y - room.from;
             if (own.y < room.from) atomicAdd(&room.earlier, 1u);
-            else if (place < room.valid) atomicOr(room.late + place % kSegment / 16, 1u << (place % 16 / 4 * 8 + place / kSegment * 4 + place % 4));
+            else if (place < room.valid) atomicOr(room.late + place % kStep / 16, 1u << (place % 16 / 4 * 8 + place / kStep * 4 + place % 4));
           }
         }
       }
-      __syncthreads();
+      meet<W>();
       taken |= room.late[t / 4] >> t % 4 * 8 & 255;
     }
   }
   uint32_t all;
-  const uint32_t places = block_before(room.scan, __popc(taken & 15) | __popc(taken >> 4) << 16, all);
+  const uint32_t places = block_before<W>(room.scan, __popc(taken & 15) | __popc(taken >> 4) << 16, all);
   before += room.earlier;
   const uint32_t* again = p.pages + (uint64_t)(p.ratio == 4 ? 0 : p.rows[r].slot) * p.pages_ld;
   const uint2 id = room.id[t];
   list_taken(p.list + (uint64_t)r * p.list_ld, p, again, taken & 15, before + (places & 0xffff), room.from + 4 * t, id.x);
-  list_taken(p.list + (uint64_t)r * p.list_ld, p, again, taken >> 4, before + (all & 0xffff) + (places >> 16), room.from + kSegment + 4 * t, id.y);
+  if (G > 1) list_taken(p.list + (uint64_t)r * p.list_ld, p, again, taken >> 4, before + (all & 0xffff) + (places >> 16), room.from + kStep + 4 * t, id.y);
+}
+
+NINFER_KERNEL(select_shared, SelectParams, kSelect, kShareBlocks) {
+  const uint32_t r = blockIdx.y, rank = blockIdx.x, t = threadIdx.x;
+  const Row row = p.rows[r];
+  const uint32_t visible = row.at + 1, n = visible / p.ratio;
+  if (n <= p.most) {
+    pdl();
+    if (rank) return;
+    const uint32_t* pages = p.pages + (uint64_t)row.slot * p.pages_ld;
+    uint32_t* list = p.list + (uint64_t)r * p.list_ld;
+#pragma unroll 1
+    for (uint32_t i = t; i < visible; i += kSelect) list[i] = token_row(pages, i);
+    if (t == 0) p.count[r] = visible;
+    return;
+  }
+  const uint32_t per = (n + kShare * 128 - 1) / (kShare * 128) * 128;
+  __shared__ union Room {
+    ShareRoom<kSelect / 32> all;
+    ShareRoom<kFewWarps> few;
+  } room;
+  if (per <= 128 * kFewWarps) select_by<kFewWarps, 1>(room.few, p, row, n, per);
+  else select_by<kSelect / 32, 2>(room.all, p, row, n, per);
 }
 
 static constexpr int kGroup = 256;

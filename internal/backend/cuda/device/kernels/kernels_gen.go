@@ -397,8 +397,6 @@ type SelectParams struct {
 	Scores   driver.Ptr
 	List     driver.Ptr
 	Count    driver.Ptr
-	Best     driver.Ptr
-	Arrived  driver.Ptr
 	Ratio    uint32
 	Blocks   uint32
 	Most     uint32
@@ -867,8 +865,6 @@ var layout = []uintptr{
 	unsafe.Offsetof(SelectParams{}.Scores),
 	unsafe.Offsetof(SelectParams{}.List),
 	unsafe.Offsetof(SelectParams{}.Count),
-	unsafe.Offsetof(SelectParams{}.Best),
-	unsafe.Offsetof(SelectParams{}.Arrived),
 	unsafe.Offsetof(SelectParams{}.Ratio),
 	unsafe.Offsetof(SelectParams{}.Blocks),
 	unsafe.Offsetof(SelectParams{}.Most),

@@ -200,8 +200,6 @@ struct SelectParams {
   const float* scores;         // [R][blocks]
   uint32_t* list;              // [R][list_ld] rows of the tokens in their pages, ascending by token
   uint32_t* count;             // [R]
-  uint32_t* best;              // nobody's, as arrived is
-  uint32_t* arrived;
   uint32_t ratio, blocks, most, list_ld, pages_ld, reserved;
 };
 
