@@ -190,7 +190,7 @@ func (d *Device) Attended(a Attention) ([]byte, error) {
 		if err := d.set.Run(c, d.stream, attend, [3]uint32{p.Kv, uint32(a.Rows), uint32(pairs)}, shared, &p, true); err != nil {
 			return err
 		}
-		return d.set.Run(c, d.stream, kernels.MergePairs, [3]uint32{p.Heads, uint32(a.Rows), 4}, 0, &m, true)
+		return d.set.Run(c, d.stream, kernels.MergePairs, [3]uint32{p.Heads, uint32(a.Rows), 2}, 0, &m, true)
 	})
 	return out, err
 }

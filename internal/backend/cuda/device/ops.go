@@ -480,7 +480,7 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 			if err := start(p, attender, w.KVHeads, rows, pairs, attenderShared, &group); err != nil {
 				return err
 			}
-			if err := start(p, kernels.MergePairs, w.Heads, rows, 4, 0, &join); err != nil {
+			if err := start(p, kernels.MergePairs, w.Heads, rows, 2, 0, &join); err != nil {
 				return err
 			}
 			return p.attended(join.Out, qw, rows, out)

@@ -189,8 +189,8 @@ func (p *pass) project(x multiplicand, ld, rows int, parts []plain.Part, shift p
 				q.Part[i].ScaleF32 = 1
 			}
 		}
-		if x.lanes && x.squares != 0 {
-			q.Part[0].Paced = plain.Paced(plain.Format(parts[0].M.Format) != plain.BF16, n)
+		if x.lanes {
+			q.Part[0].Paced = plain.Paced(plain.Format(parts[0].M.Format) != plain.BF16, x.squares != 0, n)
 		}
 		if err := start(p, kernel, grid, 1, 1, uint32(shared), &q); err != nil {
 			return false, err

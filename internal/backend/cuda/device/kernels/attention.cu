@@ -3,7 +3,7 @@
 //   attend_pairs   a row's attention for all queries of a key head, two units of 32 tokens a block, whose sums it joins: tensor instructions, scores and
 //                  sums in FP32, weights as a BF16 part and what that leaves. attend_pairs_fp8: keys and values are E4M3 with a scale. Grid: key head,
 //                  row, pair.
-//   merge_pairs    all pairs of a head, times the output gate. Grid: head, row, quarter of the head.
+//   merge_pairs    all pairs of a head, times the output gate. Grid: head, row, half of the head.
 //   select_shared  where the tokens are that a row attends to, ascending: best blocks, ties to the lower, and the tail. Any shape, up to 65,536 blocks, by
 //                  a cluster of eight blocks. Grid: 8, row.
 //   select_blocks  the same of kSegment blocks at most, by one block, for rows of which not all clusters would find room. Grid: 1, row.
@@ -829,24 +829,24 @@ DEVICE void attend_pairs_for(const AttendGroupParams& p) {
 NINFER_KERNEL(attend_pairs, AttendGroupParams, kGroup, 3) { attend_pairs_for<false>(p); }
 NINFER_KERNEL(attend_pairs_fp8, AttendGroupParams, kGroup, 2) { attend_pairs_for<true>(p); }
 
-static constexpr int kMerge = 256;       // 64 columns of a head, each by four threads
+static constexpr int kMerge = 256;       // 64 pairs of columns of a head, each by four threads
 static constexpr uint32_t kPairs = 36;   // at most
 
 NINFER_KERNEL(merge_pairs, MergeGroupParams, kMerge, 1) {
-  __shared__ float part[4][64];
+  __shared__ __align__(8) float part[4][128];
   if (p.trigger == 0) pdl_trigger();
-  const uint32_t head = blockIdx.x, r = blockIdx.y, t = threadIdx.x, lane = t % 32, quarter = t / 64, c = blockIdx.z * 64 + t % 64;
+  const uint32_t head = blockIdx.x, r = blockIdx.y, t = threadIdx.x, lane = t % 32, quarter = t / 64, half = blockIdx.z * 128, c = half + t % 64 * 2;
   const uint64_t at = (uint64_t)r * p.heads + head, from = at * p.pairs;
-  const float gate = quarter ? 0.0f : from_bf16(p.qg[at * 512 + 256 + c]);
+  const bf16 gate = p.qg[at * 512 + 256 + half + t % 128];
   constexpr int kMine = kPairs / 4;  // pairs of a thread
-  float mine[kMine];                 // asked for before their factors are known
+  float2 mine[kMine];                // asked for before their factors are known
   const uint32_t n = __ldcg(p.count + r), have = (n + 2 * kKeys - 1) / (2 * kKeys);
   pdl_wait();
   if (p.trigger == 1) pdl_trigger();
 #pragma unroll
   for (int i = 0; i < kMine; i++) {
     const uint32_t pair = quarter + 4 * i;
-    mine[i] = pair < have ? __ldcg(p.partial + (from + pair) * 256 + c) : 0.0f;
+    mine[i] = pair < have ? __ldcg((const float2*)(p.partial + (from + pair) * 256 + c)) : make_float2(0.0f, 0.0f);
   }
   // Every warp looks at all pairs: lane l at pairs l and l + 32.
   float top[2], sum[2];
@@ -865,20 +865,21 @@ NINFER_KERNEL(merge_pairs, MergeGroupParams, kMerge, 1) {
 #pragma unroll
   for (int k = 0; k < 2; k++) e[k] = lane + 32 * k < have ? expf(top[k] - all) : 0.0f;
   const float weight = warp_sum(fmaf(e[1], sum[1], __fmul_rn(e[0], sum[0])));
-  float v = 0.0f;
+  float2 v = make_float2(0.0f, 0.0f);
 #pragma unroll
   for (int i = 0; i < kMine; i++) {
     const uint32_t pair = quarter + 4 * i;
-    const int k = i < 8 ? 0 : 1;
-    v = fmaf(__shfl_sync(~0u, e[k], pair % 32), mine[i], v);
+    const float by = __shfl_sync(~0u, e[i < 8 ? 0 : 1], pair % 32);
+    v.x = fmaf(by, mine[i].x, v.x), v.y = fmaf(by, mine[i].y, v.y);
   }
-  part[quarter][t % 64] = v;
-  // A warp has read 128 bytes of each of its pairs: nobody else will, so that they need not be written to memory when their place in L2 is wanted.
+  *(float2*)&part[quarter][t % 64 * 2] = v;
+  // A warp has read 256 bytes of each of its pairs: nobody else will, so that they need not be written to memory when their place in L2 is wanted.
   __syncwarp();
-  if (lane < kMine && quarter + 4 * lane < have)
-    asm volatile("discard.global.L2 [%0], 128;" ::"l"(p.partial + (from + quarter + 4 * lane) * 256 + (c - lane)) : "memory");
+  const uint32_t gone = quarter + lane / 2 * 4;
+  if (lane < 2 * kMine && gone < have)
+    asm volatile("discard.global.L2 [%0], 128;" ::"l"(p.partial + (from + gone) * 256 + half + t % 64 / 32 * 64 + lane % 2 * 32) : "memory");
   if (p.trigger == 2) pdl_trigger();
   __syncthreads();
-  if (quarter) return;
-  p.out[at * 256 + c] = to_bf16((part[0][t] + part[1][t] + part[2][t] + part[3][t]) / weight * sigmoid(gate));
+  if (t >= 128) return;
+  p.out[at * 256 + half + t] = to_bf16((part[0][t] + part[1][t] + part[2][t] + part[3][t]) / weight * sigmoid(from_bf16(gate)));
 }

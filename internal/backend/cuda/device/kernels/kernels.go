@@ -129,11 +129,17 @@ type Projection struct {
 // Shares says how many of n weight rows each of so many blocks has, and 65,536 times how many blocks have one more. It is a parameter of the kernel.
 func Shares(n, blocks int) uint32 { return uint32(n/blocks | n%blocks<<16) }
 
-// Paced is how many clocks lie between what a block of a Project kernel asks for in front of its wait, so that what the delta rule of so many lanes still
-// reads and writes does not wait behind all of the weights: 12 KB of E4M3, of BF16 rows that stay as they are 128 bytes of each weight row and share of k.
-// 0: all at once.
-func Paced(e4m3 bool, lanes int) uint32 {
+// Paced is how many clocks lie between what a block of a Project kernel asks for in front of its wait, so that what the delta rule of so many lanes, or their
+// attention, still reads and writes does not wait behind all of the weights: 12 KB of E4M3, of BF16 rows that stay as they are 128 bytes of each weight row
+// and share of k. 0: all at once.
+func Paced(e4m3, delta bool, lanes int) uint32 {
 	switch {
+	case !delta && !e4m3:
+		return 0
+	case !delta && lanes < 3:
+		return 900
+	case !delta:
+		return 300
 	case e4m3 && (lanes < 3 || lanes > 5):
 		return 300
 	case e4m3:
