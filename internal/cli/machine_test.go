@@ -99,7 +99,7 @@ func TestMachines(t *testing.T) {
 	if len(a.us) != 3 || !slices.Equal(a.us, b.us) || a.us[0] <= 0 || !slices.Equal(a.picks, b.picks) {
 		t.Errorf("the same code twice: %v, %v; picks %q, %q", a.us, b.us, a.picks, b.picks)
 	}
-	if gpu.Count("select_shared") == 0 {
+	if gpu.Count("prep_select") == 0 {
 		t.Error("no step was launched")
 	}
 	if _, err := d.Machine(os.DirFS(t.TempDir()), nil); err == nil {

@@ -9,11 +9,11 @@ import (
 	"ninfer/internal/model"
 )
 
-// A decoding step selects by a cluster of blocks for each row, whatever lengths its device has room for and its lanes have; where rows are too many for all
-// clusters at once it is one block for each, as far as that can.
+// A decoding step selects by a cluster of blocks for each row, whatever lengths its device has room for and its lanes have, in the kernel that scores where
+// that is room for few tokens; where rows are too many for all clusters at once it is one block for each, as far as that can.
 func TestSelection(t *testing.T) {
 	l := madeUp(t, "../../testdata/micro-radixark/checkpoint/config.json", variantFlags{SourceProfile: "radixark"})
-	for _, room := range []int{16384, 20480} {
+	for _, room := range []int{8704, 16384, 20480} {
 		t.Run(fmt.Sprint(room), func(t *testing.T) {
 			must := orFatal(t)
 			gpu, m, d := opened(t, l, drivertest.H200, false, room, room)
@@ -38,16 +38,20 @@ func TestSelection(t *testing.T) {
 				gpu.Launched = nil
 				_, err := r.Launch(kind, ctl)
 				must(err)
-				if n := gpu.Count("select_blocks") + gpu.Count("select_shared"); n != layers || gpu.Count(want) != n {
+				if n := gpu.Count("select_blocks") + gpu.Count("select_shared") + gpu.Count("prep_select"); n != layers || gpu.Count(want) != n {
 					t.Errorf("%v of %d lanes, %d rows each: %d of %d selections by %s", kind, lanes, rows, gpu.Count(want), n, want)
 				}
 			}
 			for lane := range r.Lanes {
 				must(d.Fill(backend.Lane(lane), []int{300, room - 50}[lane%2]))
 			}
+			lone := "select_shared"
+			if room <= 12288 {
+				lone = "prep_select"
+			}
 			for lanes := 1; lanes <= r.Lanes; lanes++ {
 				for range 4 { // launched one by one, captured, replayed, behind a beginning that waited
-					pass(backend.Decode, lanes, 1, "select_shared")
+					pass(backend.Decode, lanes, 1, lone)
 				}
 			}
 			many := "select_blocks"

@@ -36,6 +36,7 @@ func TestPlantedKey(t *testing.T) {
 	const (
 		h, vocab     = 256, 400
 		planted, ask = 7, 9 // tokens, and their coordinates
+		blank        = 5    // a token of zeros
 		heads, kv    = 4, 2
 		hd, id       = 256, 128
 		blocks       = 512
@@ -49,7 +50,7 @@ func TestPlantedKey(t *testing.T) {
 		switch {
 		case tok == planted || tok == ask:
 			return map[bool]float64{true: 1}[c == tok]
-		case c == planted || c == ask:
+		case c == planted || c == ask || tok == blank:
 			return 0
 		}
 		return r.NormFloat64()
@@ -227,5 +228,67 @@ func TestPlantedKey(t *testing.T) {
 				})
 			}
 		}
+	}
+
+	// Where there is room for few tokens one kernel makes queries, scores and selections, elsewhere two: the same bits, whatever a lane's length and company.
+	for _, way := range []struct {
+		lengths []int
+		kv      backend.Cache
+	}{{[]int{2300}, backend.CacheBF16}, {[]int{8190, 30, 2046, 5001}, backend.CacheFP8}, {[]int{2050, 11000, 2051, 4097, 8192, 2047, 3000, 6666}, backend.CacheBF16}} {
+		t.Run(fmt.Sprintf("lanes of %v tokens, %v", way.lengths, way.kv), func(t *testing.T) {
+			var want [][]float32
+			for _, room := range []int{20_000, 11_500} {
+				d := scattered(t, device.Options{States: states, Lanes: len(way.lengths), Tokens: room, KV: way.kv})
+				fill, err := d.Compile(program(backend.Pass{Kind: backend.Prefill, Lanes: 1, Rows: 512}, true))
+				if err != nil {
+					t.Fatal(err)
+				}
+				last, err := d.Compile(program(backend.Pass{Kind: backend.Decode, Lanes: len(way.lengths), Rows: len(way.lengths)}, false))
+				if err != nil {
+					t.Fatal(err)
+				}
+				launch := func(st backend.Step, in ...backend.LaneRows) backend.Result {
+					t.Helper()
+					q, err := d.Launch(st, &backend.Control{Lanes: in})
+					if err != nil {
+						t.Fatal(err)
+					}
+					res, err := d.Wait(q)
+					if err != nil {
+						t.Fatal(err)
+					}
+					return res
+				}
+				token := func(lane, at int) int32 {
+					if lane%4 == 1 && at%9 != 0 {
+						return blank // most scores are zero then
+					}
+					return int32(10 + (at*at*7+at*13+lane*101)%(vocab-10))
+				}
+				for lane, n := range way.lengths {
+					for p := 0; p < n; p += 512 {
+						tokens := make([]int32, min(512, n-p))
+						for i := range tokens {
+							tokens[i] = token(lane, p+i)
+						}
+						launch(fill, backend.LaneRows{Lane: lane, Tokens: tokens, Positions: model.Positions(p, len(tokens))})
+					}
+				}
+				for step := range 6 {
+					var in []backend.LaneRows
+					for lane, n := range way.lengths {
+						in = append(in, backend.LaneRows{Lane: lane, Tokens: []int32{token(lane, n+step)}, Positions: model.Positions(n+step, 1), Want: backend.WantLogits})
+					}
+					for lane, res := range launch(last, in...).Lanes {
+						if room == 20_000 {
+							want = append(want, slices.Clone(res.Logits[0]))
+						} else if at := step*len(way.lengths) + lane; !slices.Equal(res.Logits[0], want[at]) {
+							t.Errorf("step %d, lane %d: other bits with less room", step, lane)
+						}
+					}
+				}
+				d.Close()
+			}
+		})
 	}
 }

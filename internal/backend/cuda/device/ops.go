@@ -435,7 +435,15 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 		if err := fill(p); err != nil {
 			return err
 		}
-		if beside {
+		// A decoding step's lanes have a row each, which one kernel can score and select for where there is room for few tokens.
+		width, shared, selects := kernels.Selects(blocks, units, len(p.rows), d.owner.Device().SharedPerBlock)
+		selects = selects && beside && w.Ratio == 4 && p.s.program.Pass.Kind == backend.Decode
+		if selects {
+			all := kernels.PrepSelectParams{Prep: prep, Select: choose}
+			if err := start(p, kernels.PrepSelect, width, len(p.rows), 1, shared, &all); err != nil {
+				return err
+			}
+		} else if beside {
 			unitBlocks := tiles(units, 8)
 			both := kernels.PrepScoreParams{Prep: prep, Score: score, Units: uint32(unitBlocks)}
 			keys := tiles(blocks, kernels.PrepKeys)
@@ -467,9 +475,13 @@ func (s *step) prepareQSA(c *driver.Context, op backend.QSA) (func(*pass) error,
 		join.Qg += at * driver.Ptr(4*qw)
 		merge.Qg += at * driver.Ptr(4*qw)
 		out.Out += at * driver.Ptr(2*w.Out.N)
-		selector, selectors := kernels.Selector(blocks, rows)
-		if err := start(p, selector, selectors, rows, 1, 0, &chosen); err != nil {
-			return err
+		if selects {
+			group.Late = 1
+		} else {
+			selector, selectors := kernels.Selector(blocks, rows)
+			if err := start(p, selector, selectors, rows, 1, 0, &chosen); err != nil {
+				return err
+			}
 		}
 		if !p.plain {
 			if err := p.lookSelection(op.Layer, &choose); err != nil {

@@ -9,14 +9,13 @@
 //   select_blocks  the same of kSegment blocks at most, by one block, for rows of which not all clusters would find room. Grid: 1, row.
 //
 // A row's sums depend on its own list only: company changes nothing.
-#include "best.cuh"
+#include "select.cuh"
 
 // What a kernel reads before its wait: rows, page tables and whatever the kernel before the last has made. The one before this has waited
 // before it let this one start.
 
 // A selection runs through its code once: what takes its time is fetching instructions. Keys stay with the thread that has them, four next to each other.
 static constexpr int kSelect = 1024;           // threads
-static constexpr uint32_t kNear = 32;          // keys of a bin that are ranked
 static_assert(kSegment == 4 * kSelect);
 
 struct SelectRoom {
@@ -25,95 +24,6 @@ struct SelectRoom {
   uint32_t mask[kSegment / 32];  // of 32 keys: which are taken; the same
   uint32_t high[kSelect / 32], scan[kSelect / 32], found[3], n;
   uint2 near[kNear];  // key and place
-};
-
-// Sum over the block, to all threads.
-DEVICE uint32_t select_sum(SelectRoom& room, uint32_t v) {
-  v = __reduce_add_sync(~0u, v);
-  if (threadIdx.x % 32 == 0) room.scan[threadIdx.x / 32] = v;
-  __syncthreads();
-  v = __reduce_add_sync(~0u, threadIdx.x % 32 < kSelect / 32 ? room.scan[threadIdx.x % 32] : 0u);
-  __syncthreads();
-  return v;
-}
-
-// Sum over the warp's lanes up to this one.
-DEVICE uint32_t warp_through(uint32_t v) {
-#pragma unroll
-  for (int o = 1; o < 32; o <<= 1) {
-    const uint32_t other = __shfl_up_sync(~0u, v, o);
-    if (threadIdx.x % 32 >= o) v += other;
-  }
-  return v;
-}
-
-// The first W warps of a block meet.
-template <uint32_t W>
-DEVICE void meet() { asm volatile("bar.sync 1, %0;" ::"n"(32 * W) : "memory"); }
-
-// Sum over the threads of the first W warps before this one, and over all of them; scan is of this sum alone.
-template <uint32_t W>
-DEVICE uint32_t block_before(uint32_t* scan, uint32_t v, uint32_t& all) {
-  const uint32_t through = warp_through(v), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (lane == 31) scan[warp] = through;
-  meet<W>();
-  const uint32_t of = lane < W ? scan[lane] : 0;
-  all = __reduce_add_sync(~0u, of);
-  return through - v + __reduce_add_sync(~0u, lane < warp ? of : 0u);
-}
-
-// Four scores as keys from 1 on; those that are not live, a bit each, are 0.
-DEVICE void keys_of(float4 v, uint32_t live, uint32_t* key) {
-  const float score[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-  for (uint32_t i = 0; i < 4; i++) {  // float_key without jumps
-    const uint32_t b = __float_as_uint(__fadd_rn(score[i], 0.0f)), k = b ^ ((uint32_t)((int32_t)b >> 31) | 0x80000000u);
-    key[i] = (live >> i & 1) && score[i] == score[i] ? k : live >> i & 1;
-  }
-}
-
-// One more in a bin, if `on`: without a jump.
-DEVICE void count_in(uint32_t* bin, bool on) {
-  asm volatile("{.reg .pred p; setp.ne.u32 p, %1, 0; @p red.shared.add.u32 [%0], 1;}" ::"r"((uint32_t)__cvta_generic_to_shared(bin)), "r"((uint32_t)on)
-               : "memory");
-}
-
-// Marks the best `most` of room.key, ties to the lower place, whatever keys these are: bit by bit.
-__device__ __noinline__ void choose_slowly(SelectRoom& room, uint32_t valid, uint32_t most) {
-  const uint32_t t = threadIdx.x;
-  uint32_t threshold = 0;
-  for (int bit = 31; bit >= 0; bit--) {
-    const uint32_t next = threshold | 1u << bit;
-    uint32_t n = 0;
-    for (uint32_t i = t; i < valid; i += kSelect) n += room.key[i] >= next;
-    if (select_sum(room, n) >= most) threshold = next;
-  }
-  uint32_t n = 0;
-  for (uint32_t i = t; i - t % 32 < valid; i += kSelect) {
-    const bool larger = i < valid && room.key[i] > threshold, equal = i < valid && room.key[i] == threshold;
-    const uint32_t votes = __ballot_sync(~0u, larger), ties = __ballot_sync(~0u, equal);
-    if (t % 32 == 0) room.mask[i / 32] = votes, room.bins[i / 32] = ties;
-    n += larger;
-  }
-  uint32_t need = most - select_sum(room, n);
-  if (t == 0)
-    for (uint32_t w = 0; need; w++)
-      for (uint32_t ties = room.bins[w]; ties && need; ties &= ties - 1, need--) room.mask[w] |= ties & -ties;
-}
-
-// Keys from the largest on in windows of kWindow, four powers of two of what they stand for: in bins of equal width, until the last key to be taken is in
-// one that is taken as a whole or holds few. Below a window there is the next, since some keys may be far larger than others, and within a bin another.
-static constexpr uint32_t kWindow = 1 << 25;
-struct Window {
-  uint32_t base, top;  // keys from base on and below top
-  Window() = default;
-  DEVICE explicit Window(uint32_t high) : base(high > kWindow ? high - kWindow + 1 : 1), top(high + 1) {}
-  DEVICE uint32_t shift() const { return max(0, 21 - __clz(top - base - 1)); }  // kBins of 2^shift keys hold it
-  DEVICE void lower() { top = base, base = base > kWindow ? base - kWindow : 1; }
-  DEVICE void narrow(uint32_t bin) {
-    const uint32_t wide = 1u << shift();
-    base += bin * wide, top = min(top, base + wide);
-  }
 };
 
 // Which of this thread's four keys are among the best `most` of the block's, more than as many; ties to the lower place. Bins are zero before.
@@ -162,7 +72,7 @@ DEVICE uint32_t choose(SelectRoom& room, const uint32_t* key, uint32_t valid, ui
     if (shift == 0) {
       *(uint4*)(room.key + 4 * t) = make_uint4(key[0], key[1], key[2], key[3]);
       __syncthreads();
-      choose_slowly(room, valid, most);
+      choose_slowly<kSelect / 32>(room, valid, most);
       __syncthreads();
       return 4 * t < valid ? room.mask[t / 8] >> t % 8 * 4 & 15 : 0;
     }
@@ -192,30 +102,6 @@ DEVICE uint32_t choose(SelectRoom& room, const uint32_t* key, uint32_t valid, ui
     if (better < need) taken |= 1u << i;
   }
   return taken;
-}
-
-// What a block of tokens is written with: rows of its tokens, which lie in one page or not.
-DEVICE void list_block(uint32_t* list, const SelectParams& p, const uint32_t* pages, uint32_t block) {
-  const bool whole = kPage % p.ratio == 0;
-  const uint32_t id = whole ? token_row(pages, block * p.ratio) : 0;
-#pragma unroll 1
-  for (uint32_t j = 0; j < p.ratio; j++) list[j] = whole ? id + j : token_row(pages, block * p.ratio + j);
-}
-
-// Writes those of four blocks of tokens, from block on, that are taken: e is the number of the first. id is the row of their first token, if blocks are of
-// four tokens.
-DEVICE void list_taken(uint32_t* list, const SelectParams& p, const uint32_t* pages, uint32_t taken, uint32_t e, uint32_t block, uint32_t id) {
-  if (p.ratio == 4) {
-#pragma unroll
-    for (uint32_t i = 0; i < 4; i++)
-      if (taken >> i & 1) {
-        *(uint4*)(list + e * 4) = make_uint4(id + 4 * i, id + 4 * i + 1, id + 4 * i + 2, id + 4 * i + 3);
-        e++;
-      }
-    return;
-  }
-#pragma unroll 1
-  for (; taken; taken &= taken - 1) list_block(list + e++ * p.ratio, p, pages, block + __ffs(taken) - 1);
 }
 
 NINFER_KERNEL(select_blocks, SelectParams, kSelect, 1) {
@@ -252,7 +138,7 @@ NINFER_KERNEL(select_blocks, SelectParams, kSelect, 1) {
 }
 
 // Eight blocks of a cluster share a row's scores. Of up to 8,192 keys kFewWarps warps of each take some.
-static constexpr uint32_t kShare = 8, kShareNear = 64, kFewWarps = 8;
+static constexpr uint32_t kShareNear = 64, kFewWarps = 8;
 
 // What is known of the last key to be taken: the window that it is in, a bin once it has been found in one, how many keys of that are to be taken, how many it
 // has (0: it is in no bin), and of those of blocks before this one how many are in larger bins, and in this.
@@ -278,33 +164,6 @@ struct ShareRoom {
   __align__(8) uint64_t came[5];     // what other blocks send: range, groups of two passes, fine, near
   uint32_t sums[2][kShare], scan[W], least[W], n, earlier, from, valid;
 };
-
-DEVICE void share_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-DEVICE void share_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-DEVICE uint32_t there(const void* mine, uint32_t rank) {
-  uint32_t a;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"((uint32_t)__cvta_generic_to_shared(mine)), "r"(rank));
-  return a;
-}
-DEVICE void put(uint32_t at, uint32_t v) { asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory"); }
-
-// What blocks send each other brings its own word of having come: a barrier of the cluster that orders stores waits for all memory.
-DEVICE void send(uint32_t at, uint32_t v, uint32_t came) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(at), "r"(v), "r"(came) : "memory");
-}
-DEVICE void send(uint32_t at, uint32_t v, uint32_t w, uint32_t came) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(at), "l"((uint64_t)w << 32 | v), "r"(came) : "memory");
-}
-DEVICE void expect(uint64_t* came, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"((uint32_t)__cvta_generic_to_shared(came)), "r"(bytes) : "memory");
-}
-DEVICE void await(uint64_t* came, uint32_t phase) {
-  asm volatile("{.reg .pred p; L: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1; @p bra D; bra L; D: }" ::"r"(
-                   (uint32_t)__cvta_generic_to_shared(came)),
-               "r"(phase & 1)
-               : "memory");
-  __syncwarp();
-}
 
 // Sums over the cluster's blocks of v of each thread: of all, and of those before this one. step: sums before this one.
 template <uint32_t W>
@@ -668,17 +527,26 @@ DEVICE void attend_pairs_for(const AttendGroupParams& p) {
   const uint32_t kvh = blockIdx.x, r = blockIdx.y, t = threadIdx.x, warp = t / 32, lane = t % 32, g = lane / 4, q4 = lane % 4, unit = warp / 4;
   const uint32_t group = p.heads / p.kv, begin = blockIdx.z * 2 * kKeys;
   const uint32_t* list = p.list + (uint64_t)r * p.list_ld;
-  for (uint32_t i = t; i < 16 * 32; i += kGroup) {
-    const uint32_t h = i / 32;
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (h < group) v = __ldcg((const uint4*)(p.q + ((uint64_t)r * p.heads + kvh * group + h) * 256) + i % 32);
-    *(uint4*)(query + h * kPitch + i % 32 * 16) = v;
-  }
+  if (!p.late)
+    for (uint32_t i = t; i < 16 * 32; i += kGroup) {
+      const uint32_t h = i / 32;
+      uint4 v = make_uint4(0, 0, 0, 0);
+      if (h < group) v = __ldcg((const uint4*)(p.q + ((uint64_t)r * p.heads + kvh * group + h) * 256) + i % 32);
+      *(uint4*)(query + h * kPitch + i % 32 * 16) = v;
+    }
   pdl();
   const uint32_t n = __ldcg(p.count + r);
   const uint32_t of_key = __ldcg(list + min(begin + warp * 8 + g, p.list_ld - 1));
   const uint32_t of_value = F8 ? __ldcg(list + min(begin + t / 4, p.list_ld - 1)) : 0;
   if (begin >= n) return;  // the merge knows as well
+  if (p.late) {
+#pragma unroll
+    for (uint32_t i = t; i < 16 * 32; i += kGroup) {
+      const uint32_t h = i / 32;
+      copy16(query + h * kPitch + i % 32 * 16, p.q + ((uint64_t)r * p.heads + kvh * group + min(h, group - 1)) * 256 + i % 32 * 8, h < group);
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
   constexpr int kChunks = F8 ? 4 : 8, kRoll = F8 ? 4 : 2;  // of 64 bytes of a key
   uint4 key[F8 ? kChunks : 1], v8[kChunks];
   float ks = 0.0f, vs = 0.0f;
@@ -706,6 +574,7 @@ DEVICE void attend_pairs_for(const AttendGroupParams& p) {
       asm volatile("cp.async.commit_group;" ::: "memory");
     }
   }
+  if (p.late) asm volatile("cp.async.wait_group %0;" ::"n"(F8 ? 0 : 2) : "memory");
   __syncthreads();  // the queries are there
   if (!F8) {
     asm volatile("cp.async.wait_group 1;" ::: "memory");

@@ -72,6 +72,20 @@ const (
 	PrepTile = PrepKeys * 256
 )
 
+// What PrepSelect takes: blocks of four tokens, a row's units and rows.
+const (
+	prepSelectBlocks = 3 << 10
+	prepSelectUnits  = selectShare * 4
+	prepSelectStatic = 24 << 10 // shared memory of a block, at most, beside the index keys
+)
+
+// Selects says whether PrepSelect selects from so many blocks of four tokens for rows of so many units, a cluster of blocks each and one for the units: how
+// many blocks that are a row, and the shared memory that each asks for, of as much as a block of the GPU can have.
+func Selects(blocks, units, rows, most int) (x int, shared uint32, ok bool) {
+	keys := up(blocks, 16*selectShare) * 16 * 256
+	return 2 * selectShare, uint32(keys), blocks <= prepSelectBlocks && units <= prepSelectUnits && rows <= selectRows && keys+prepSelectStatic <= most
+}
+
 // attendTile is the keys or the values of BF16 that a block of AttendPairs has in shared memory.
 const attendTile = 64 * 512
 
@@ -219,7 +233,7 @@ func Load(c *driver.Context, files fs.FS) (*Set, error) {
 	return code.Load(c, &table, files, []ID{
 		Delta, DeltaHeads, ProjectBf16, ProjectBf16Deep, ProjectBf16Rows, ProjectE4m3, ProjectWhole, ProjectWholeRows, ProjectWholeLanes,
 		// where an SM had been divided for attention's kernels, the product that comes next could not start beside them
-		PrepScore, SelectBlocks, SelectShared, AttendPairs, AttendPairsFp8, MergePairs,
+		PrepScore, PrepSelect, SelectBlocks, SelectShared, AttendPairs, AttendPairsFp8, MergePairs,
 	})
 }
 

@@ -47,6 +47,7 @@ const (
 	Pick                        // PickParams
 	Prep                        // PrepParams
 	PrepScore                   // PrepScoreParams
+	PrepSelect                  // PrepSelectParams
 	ProjectWhole                // ProjectParams
 	ProjectWholeRows            // ProjectParams
 	ProjectWholeLanes           // ProjectParams
@@ -112,6 +113,7 @@ var table = code.Table[ID]{
 		{Name: "pick", Source: "matrix", Threads: 1024},
 		{Name: "prep", Source: "prep", Threads: 256},
 		{Name: "prep_score", Source: "prep", Threads: 256},
+		{Name: "prep_select", Source: "prep", Threads: (256)},
 		{Name: "project_whole", Source: "project", Threads: (32 * (12))},
 		{Name: "project_whole_rows", Source: "project", Threads: (32 * (12))},
 		{Name: "project_whole_lanes", Source: "project", Threads: (32 * (12))},
@@ -405,6 +407,12 @@ type SelectParams struct {
 	Reserved uint32
 }
 
+// PrepSelectParams mirrors the struct of that name in params.h.
+type PrepSelectParams struct {
+	Prep   PrepParams
+	Select SelectParams
+}
+
 // AttendParams mirrors the struct of that name in params.h.
 type AttendParams struct {
 	Q           driver.Ptr
@@ -438,6 +446,8 @@ type AttendGroupParams struct {
 	Kv          uint32
 	ListLd      uint32
 	Pairs       uint32
+	Late        uint32
+	Reserved    uint32
 }
 
 // MergeGroupParams mirrors the struct of that name in params.h.
@@ -871,6 +881,9 @@ var layout = []uintptr{
 	unsafe.Offsetof(SelectParams{}.ListLd),
 	unsafe.Offsetof(SelectParams{}.PagesLd),
 	unsafe.Offsetof(SelectParams{}.Reserved),
+	unsafe.Sizeof(PrepSelectParams{}),
+	unsafe.Offsetof(PrepSelectParams{}.Prep),
+	unsafe.Offsetof(PrepSelectParams{}.Select),
 	unsafe.Sizeof(AttendParams{}),
 	unsafe.Offsetof(AttendParams{}.Q),
 	unsafe.Offsetof(AttendParams{}.Keys),
@@ -900,6 +913,8 @@ var layout = []uintptr{
 	unsafe.Offsetof(AttendGroupParams{}.Kv),
 	unsafe.Offsetof(AttendGroupParams{}.ListLd),
 	unsafe.Offsetof(AttendGroupParams{}.Pairs),
+	unsafe.Offsetof(AttendGroupParams{}.Late),
+	unsafe.Offsetof(AttendGroupParams{}.Reserved),
 	unsafe.Sizeof(MergeGroupParams{}),
 	unsafe.Offsetof(MergeGroupParams{}.Partial),
 	unsafe.Offsetof(MergeGroupParams{}.Sums),

@@ -203,6 +203,11 @@ struct SelectParams {
   uint32_t ratio, blocks, most, list_ld, pages_ld, reserved;
 };
 
+struct PrepSelectParams {
+  PrepParams prep;
+  SelectParams select;         // scores are not used
+};
+
 struct AttendParams {
   const __nv_bfloat16* q;      // [R][heads*hd]
   const void* keys;            // [pages][64][kv*hd]: BF16, or E4M3 with scales
@@ -226,6 +231,7 @@ struct AttendGroupParams {
   float* partial;              // [R][heads][pairs][256]
   float* sums;                 // [R][heads][pairs][2]: largest score, sum of weights
   uint32_t heads, kv, list_ld, pairs;
+  uint32_t late, reserved;     // late: queries are of the kernel before, not of the one before that
 };
 
 struct MergeGroupParams {

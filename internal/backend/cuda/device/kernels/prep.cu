@@ -6,7 +6,10 @@
 //               heads of 128, of which 64 values are rotated. Grid: some blocks for what was complete before the pass, one for what the pass itself
 //               completes, then eight units each; row. Where blocks are of four tokens shared memory for a tile of 128 keys of those that were complete,
 //               for two if a block has several.
-#include "common.cuh"
+//   prep_select  the same, and what the selection lists, of rows that are each the only one of their lane and have at most kFewKeys blocks of four tokens. The
+//                first cluster scores a row's blocks of tokens, each of its blocks a part, and tells all others; each finds out what is taken of all of them,
+//                and lists its own. The second has the units. Grid: 16, row; shared memory for the index keys of a part.
+#include "select.cuh"
 
 // The angle of pair i among the first rot values of a head.
 struct Turn {
@@ -541,4 +544,234 @@ NINFER_KERNEL(prep_score, PrepScoreParams, 256, 2) {
   } else {
     prepare_warp(p.prep, (unit - scorers - 1) * 8 + threadIdx.x / 32);
   }
+}
+
+static constexpr int kFew = 256;  // threads
+static constexpr uint32_t kFewWarps = kFew / 32, kFewStep = 4 * kFew, kFewKeys = 3 * kFewStep;  // a thread has four keys next to each other of each kFewStep
+struct FewRoom {
+  __align__(16) uint32_t key[kFewKeys];  // scores at first
+  __align__(16) uint32_t bins[kBins];
+  uint32_t mask[kFewKeys / 32];              // of 32 keys: which are taken, where they are chosen bit by bit
+  uint32_t late[kFew];                       // of a thread's keys: which of the last bin's are taken
+  uint32_t high[kFewWarps], scan[kFewWarps], found[3], n;
+  uint2 near[kNear];                         // key and place
+  __align__(8) uint64_t old, scored;         // index keys are here; all scores are
+};
+
+// Which of a thread's keys, four bits for each kFewStep of them, are among the best `most` of valid, more than as many; ties to the lower place. high is the
+// thread's largest, bins are zero before. Keys stay in shared memory: loops over them are short code.
+DEVICE uint32_t choose_few(FewRoom& room, uint32_t high, uint32_t valid, uint32_t most) {
+  const uint32_t t = threadIdx.x, warp = t / 32, lane = t % 32, steps = (valid + kFewStep - 1) / kFewStep;
+  high = __reduce_max_sync(~0u, high);
+  if (lane == 0) room.high[warp] = high;
+  __syncthreads();
+  Window window(__reduce_max_sync(~0u, room.high[lane % kFewWarps]));
+  uint32_t need = most, count;
+#pragma unroll 1
+  for (;;) {
+    const uint32_t base = window.base, width = window.top - base, shift = window.shift();
+#pragma unroll 1
+    for (uint32_t i = 0; i < steps; i++) {
+      const uint4 k = *(const uint4*)(room.key + i * kFewStep + 4 * t);
+      const uint32_t key[4] = {k.x, k.y, k.z, k.w};
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const uint32_t d = key[j] - base;
+        count_in(room.bins + (d >> shift), d < width);
+      }
+    }
+    __syncthreads();
+    // From the largest on, some bins a thread.
+    constexpr uint32_t kOwn = kBins / kFew;
+    const uint32_t at = kBins - kOwn * (t + 1);
+    uint32_t v[kOwn], own = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kOwn; i += 4) {
+      const uint4 q = *(const uint4*)(room.bins + at + i);
+      v[i] = q.x, v[i + 1] = q.y, v[i + 2] = q.z, v[i + 3] = q.w, own += q.x + q.y + (q.z + q.w);
+      *(uint4*)(room.bins + at + i) = make_uint4(0, 0, 0, 0);
+    }
+    const uint32_t sum = warp_through(own);
+    if (lane == 31) room.scan[warp] = sum;
+    __syncthreads();
+    const uint32_t above = sum - own + __reduce_add_sync(~0u, lane < warp ? room.scan[lane] : 0u);  // keys in larger bins
+    if (above < need && need <= above + own) {
+      uint32_t left = need - above, of = 0, has = 0;
+#pragma unroll
+      for (int i = kOwn - 1; i >= 0; i--) {
+        if (has) continue;
+        if (left > v[i]) left -= v[i];
+        else of = i, has = v[i];
+      }
+      room.found[0] = at + of, room.found[1] = left, room.found[2] = has;
+    } else if (t == kFew - 1 && above + own < need) {
+      room.found[1] = need - above - own, room.found[2] = 0;  // all of the window is taken
+    }
+    __syncthreads();
+    need = room.found[1], count = room.found[2];
+    if (count == 0) {
+      window.lower();
+      continue;
+    }
+    window.narrow(room.found[0]);
+    if (need == count || count <= kNear) break;
+    if (shift == 0) {
+      choose_slowly<kFewWarps>(room, valid, most);
+      __syncthreads();
+      uint32_t taken = 0;
+      for (uint32_t i = 0, at = 4 * t; at < valid; i++, at += kFewStep) taken |= (room.mask[at / 32] >> at % 32 & 15) << 4 * i;
+      return taken;
+    }
+  }
+  const uint32_t least = need == count ? window.base : window.top;  // to be taken in any case
+  uint32_t taken = 0;
+#pragma unroll 1
+  for (uint32_t i = steps; i-- > 0;) {
+    const uint4 k = *(const uint4*)(room.key + i * kFewStep + 4 * t);
+    const uint32_t key[4] = {k.x, k.y, k.z, k.w};
+    taken <<= 4;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      taken |= (uint32_t)(key[j] >= least) << j;
+      if (key[j] < least && key[j] >= window.base) room.near[atomicAdd(&room.n, 1u)] = make_uint2(key[j], i * kFewStep + 4 * t + j);
+    }
+  }
+  if (need == count) return taken;
+  __syncthreads();
+  if (t < count) {
+    const uint2 own = room.near[t];
+    uint32_t better = 0;
+#pragma unroll 1
+    for (uint32_t j = 0; j < count; j++) {
+      const uint2 other = room.near[j];
+      better += other.x > own.x || other.x == own.x && other.y < own.y;
+    }
+    if (better < need) atomicOr(room.late + own.y % kFewStep / 4, 1u << (own.y / kFewStep * 4 + own.y % 4));
+  }
+  __syncthreads();
+  return taken | room.late[t];
+}
+
+DEVICE void await_bytes(const uint64_t& bar) {
+  asm volatile("{.reg .pred p; L: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], 0; @p bra D; bra L; D: }" ::"r"((uint32_t)__cvta_generic_to_shared(&bar))
+               : "memory");
+  __syncwarp();
+}
+
+extern "C" __global__ void __cluster_dims__(kShare, 1, 1) prep_select(const __grid_constant__ PrepSelectParams p);
+NINFER_KERNEL(prep_select, PrepSelectParams, kFew, 2) {
+  extern __shared__ __align__(128) uint8_t tiles[];  // a part's index keys
+  __shared__ FewRoom room;
+  __shared__ IndexQueries queries;
+  const uint32_t r = blockIdx.y, rank = blockIdx.x, t = threadIdx.x, warp = t / 32, lane = t % 32, g = lane / 4, q4 = lane % 4;
+  if (rank >= kShare) {
+    pdl_trigger();  // the blocks that select do so after their wait
+    if (warp < 4) prepare_warp(p.prep, (rank - kShare) * 4 + warp);
+    else pdl_wait();
+    return;
+  }
+  const Row row = p.prep.rows[r];
+  const uint32_t visible = row.at + 1, n = visible / 4;
+  const uint32_t* pages = p.prep.pages + (uint64_t)row.slot * p.prep.pages_ld;
+  uint32_t* list = p.select.list + (uint64_t)r * p.select.list_ld;
+  if (n <= p.select.most) {
+    pdl();
+    if (rank) return;
+#pragma unroll 1
+    for (uint32_t i = t; i < visible; i += kFew) list[i] = token_row(pages, i);
+    if (t == 0) p.select.count[r] = visible;
+    return;
+  }
+  // Whole pages of sixteen keys.
+  const uint32_t per = (n + kShare * 16 - 1) / (kShare * 16) * 16, from = min(n, rank * per), valid = min(n - from, per);
+  const uint32_t old = (uint32_t)__cvta_generic_to_shared(&room.old), scored = (uint32_t)__cvta_generic_to_shared(&room.scored);
+  if (warp == 7) {
+    const uint32_t count = (valid + 15) / 16;
+    if (lane == 0) {
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(old) : "memory");
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(scored) : "memory");
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      expect(&room.old, count * kPageKeys), expect(&room.scored, (n + 15) / 16 * 64);
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (uint32_t i = lane; i < count; i += 32)
+      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"((uint32_t)__cvta_generic_to_shared(tiles + i * kPageKeys)),
+                   "l"((const uint8_t*)p.prep.block_keys + (uint64_t)pages[from / 16 + i] * kPageKeys), "r"(kPageKeys), "r"(old)
+                   : "memory");
+    __syncwarp();
+  }
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // a block's shared memory is written once it has begun
+  const uint32_t tail = visible - n * 4, end = t < tail ? token_row(pages, n * 4 + t) : 0;
+  // Of its block's part a thread lists the keys of one step at most.
+  const uint32_t step = (from + kFewStep - 1 - 4 * t) / kFewStep, place = step * kFewStep + 4 * t;
+  const bool lists = place < from + valid;
+  const uint32_t id = lists ? pages[4 * place / kPage] * kPage + 4 * place % kPage : 0;
+#pragma unroll
+  for (uint32_t i = 0; i < kBins / 4; i += kFew) *(uint4*)(room.bins + 4 * (t + i)) = make_uint4(0, 0, 0, 0);
+  room.late[t] = 0;
+  if (t == 0) room.n = 0;
+  // The last key is of a block that the row itself completes: made here once more.
+  const bool makes = warp == 4 && visible == n * 4 && valid && from + valid == n;
+  Angle angle = {};
+  float norm[4];
+  RawKeys raw;
+  if (makes) ask_raw(raw, p.prep, pages, n - 1), angle = block_angle(p.prep, row, pages, n - 1);
+  if (warp < 4) angle = angle_of(p.prep.inverse, p.prep.rows[r].pos);
+  if (warp < 5)
+#pragma unroll
+    for (int j = 0; j < 4; j++) norm[j] = (warp < 4 ? p.prep.iq_norm : p.prep.ik_norm)[lane + 32 * j];
+  pdl();
+  if (makes) {
+    float x[4];
+    block_key(p.prep, row, pages, n - 1, angle, norm, raw, x);
+    await_bytes(room.old);
+#pragma unroll
+    for (int j = 0; j < 4; j++) ((bf16*)(tiles + (valid - 1) * 256))[32 * j + lane] = to_bf16(x[j]);
+  }
+  index_queries(queries, p.prep, r, angle, norm);
+  const Fragment q = query_fragment(queries);
+  await_bytes(room.old);
+  share_wait();
+  // Sixteen scores at a time go to all blocks: a lane has four of them for one.
+  const uint32_t to = there(room.key + from + lane % 4 * 4, lane / 4), to_scored = there(&room.scored, lane / 4);
+#pragma unroll 1
+  for (uint32_t at = warp * 16; at < valid; at += kFewWarps * 16) {
+    Fragment a, b;
+    const uint8_t* of = tiles + (at + g) * 256 + q4 * 16;
+#pragma unroll
+    for (int c = 0; c < 4; c++) a.c[c] = *(const uint4*)(of + c * 64), b.c[c] = *(const uint4*)(of + 8 * 256 + c * 64);
+    const float2 v = score_of(a, b, q);
+    float s[4];
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++) {
+      const float x = __shfl_sync(~0u, v.x, lane % 2 * 16 + i * 4), y = __shfl_sync(~0u, v.y, lane % 2 * 16 + i * 4);
+      s[i] = lane & 2 ? y : x;
+    }
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to + at * 4), "r"(__float_as_uint(s[0])),
+                 "r"(__float_as_uint(s[1])), "r"(__float_as_uint(s[2])), "r"(__float_as_uint(s[3])), "r"(to_scored)
+                 : "memory");
+  }
+  __syncwarp();
+  await_bytes(room.scored);
+  if (rank == 0 && t < tail) list[p.select.most * 4 + t] = end;
+  if (rank == 0 && t == 0) p.select.count[r] = p.select.most * 4 + tail;
+  uint32_t high = 0;
+#pragma unroll 1
+  for (uint32_t at = 4 * t; at < (n + kFewStep - 1) / kFewStep * kFewStep; at += kFewStep) {
+    uint32_t key[4];
+    keys_of(*(const float4*)(room.key + at), (1u << min(n - min(n, at), 4u)) - 1, key);
+    *(uint4*)(room.key + at) = make_uint4(key[0], key[1], key[2], key[3]);
+    high = max(high, max(max(key[0], key[1]), max(key[2], key[3])));
+  }
+  const uint32_t taken = choose_few(room, high, n, p.select.most);
+  // Places of what is taken: ten bits for each step.
+  uint32_t all, before = 0, own = 0;
+#pragma unroll
+  for (uint32_t i = 0; i < 3; i++) own |= __popc(taken >> 4 * i & 15) << 10 * i;
+  const uint32_t places = block_before<kFewWarps>(room.scan, own, all);
+#pragma unroll
+  for (uint32_t i = 0; i < 2; i++)
+    if (i < step) before += all >> 10 * i & 1023;
+  if (lists) list_taken(list, p.select, pages, taken >> 4 * step & 15, before + (places >> 10 * step & 1023), place, id);
 }
