@@ -126,7 +126,7 @@ func (d *Device) Projected(j kernels.Projector, q kernels.Projection, w, scale, 
 		p.XF32 = 1
 	}
 	part := &p.Part[0]
-	part.Rows, part.OutLd, part.Paced = uint32(q.N), uint32(q.N), kernels.Paced(j.E4M3, q.R)
+	part.Rows, part.OutLd, part.Paced = uint32(q.N), uint32(q.N), kernels.Paced(j.E4M3, true, q.R)
 	err = d.placed("project", map[*driver.Ptr][]byte{&p.X: x, &p.Squares: squares, &part.W: w, &part.Scale: scale, &part.Out: out}, &part.Out, out, func(c *driver.Context) error {
 		return d.set.Run(c, d.stream, j.Kernel, [3]uint32{uint32(q.Blocks), 1, 1}, uint32(shared), &p, true)
 	})
