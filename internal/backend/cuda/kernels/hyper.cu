@@ -716,7 +716,7 @@ NINFER_DEVICE void send2(uint32_t at, uint32_t a, uint32_t b, uint32_t bar) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(at), "r"(a), "r"(b), "r"(bar) : "memory");
 }
 
-// MOST: rows at most, 1, 4 or 8; the arithmetic is the same. With several rows each of as many blocks of a cluster makes the operand of one row and
+// MOST: rows at most, 1, 2, 4 or 8; the arithmetic is the same. With several rows each of as many blocks of a cluster makes the operand of one row and
 // sends it to the others, since the partial sums of all rows are too much for each block to read.
 //
 // The kernel is as long as its instructions behind the wait, most of which run once: addresses and factors are made before it.
@@ -740,7 +740,7 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
   __shared__ float squares[4 * MOST];
 
   STAMP_BEGIN(130 + FP8)
-  const bool first_of_all = FP8 && (ONE || MOST == 4 && p.r == 2);  // 200 instructions sooner, which costs more rows and BF16
+  const bool first_of_all = FP8 && MOST <= 2;  // 200 instructions sooner, which costs more rows and BF16
   if (first_of_all && p.trigger == 0) pdl_trigger();
   if (threadIdx.x == 0) {
     mbar_init(bar, 1);
@@ -793,9 +793,10 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
   if (!ONE) made(out), made(hi), made(sum_to), made(sum_from), made(low_to), made(half), made(half_mask);
   if (!first_of_all && p.trigger == 0) pdl_trigger();
   if (!ONE) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  if (MOST == 2) pdl_trigger();  // so that a router is at its wait in time, without weights that delay what is read behind this one
   STAMP(1)
   pdl_wait();
-  if (p.trigger == 2) pdl_trigger();
+  if (MOST != 2 && p.trigger == 2) pdl_trigger();
   STAMP(2)
 
   const bool inject = 4 * u >= p.l;
@@ -861,7 +862,8 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
       }
       if (!inject) {
 #pragma unroll
-        for (uint32_t i = 0; i < MOST / 4; i++) {
+        for (uint32_t i = 0; i < (MOST + 3) / 4; i++) {
+          if (MOST < 4 && s >= MOST) break;
           const uint32_t to = in_block(operand + kOf * rank * kUpPitch + 8 * u, s + 4 * i), bar_to = in_block(arrived, s + 4 * i);
 #pragma unroll
           for (uint32_t o = 0; o < kOf; o++) send2(to + o * kUpPitch, w[o][0], w[o][1], bar_to);
@@ -919,6 +921,7 @@ NINFER_DEVICE void up_columns(const HcUpParams& p) {
 NINFER_KERNEL(hc_up_mix_bf16, HcUpParams, kUpThreads, 2) { up_columns<false, 1>(p); }
 NINFER_KERNEL(hc_up_mix_e4m3, HcUpParams, kUpThreads, 2) { up_columns<true, 1>(p); }
 #define CLUSTER(name, n) extern "C" __global__ void __cluster_dims__(n, 1, 1) name(const __grid_constant__ HcUpParams p);
+CLUSTER(hc_up_mix_two_e4m3, 2)
 CLUSTER(hc_up_mix_few_bf16, 4)
 CLUSTER(hc_up_mix_few_e4m3, 4)
 CLUSTER(hc_up_mix_rows_bf16, 8)
@@ -927,6 +930,7 @@ CLUSTER(hc_up_mix_rows_e4m3, 8)
 #pragma push_macro("NINFER_KERNEL")
 #undef NINFER_KERNEL
 #define NINFER_KERNEL(name, Params, threads, registers) extern "C" __global__ void __maxnreg__(registers MORE) name(const __grid_constant__ Params p)
+NINFER_KERNEL(hc_up_mix_two_e4m3, HcUpParams, kUpThreads, 48) { up_columns<true, 2>(p); }
 NINFER_KERNEL(hc_up_mix_few_bf16, HcUpParams, kUpThreads, 56) { up_columns<false, 4>(p); }
 NINFER_KERNEL(hc_up_mix_few_e4m3, HcUpParams, kUpThreads, 48) { up_columns<true, 4>(p); }
 NINFER_KERNEL(hc_up_mix_rows_bf16, HcUpParams, kUpThreads, 72) { up_columns<false, 8>(p); }

@@ -28,6 +28,7 @@ const (
 	HcDownRowsE4m3             // HcDownParams
 	HcUpMixBf16                // HcUpParams
 	HcUpMixE4m3                // HcUpParams
+	HcUpMixTwoE4m3             // HcUpParams
 	HcUpMixFewBf16             // HcUpParams
 	HcUpMixFewE4m3             // HcUpParams
 	HcUpMixRowsBf16            // HcUpParams
@@ -75,6 +76,7 @@ var table = code.Table[ID]{
 		{Name: "hc_down_rows_e4m3", Source: "hyper", Threads: (32 * (10))},
 		{Name: "hc_up_mix_bf16", Source: "hyper", Threads: (384)},
 		{Name: "hc_up_mix_e4m3", Source: "hyper", Threads: (384)},
+		{Name: "hc_up_mix_two_e4m3", Source: "hyper", Threads: (384)},
 		{Name: "hc_up_mix_few_bf16", Source: "hyper", Threads: (384)},
 		{Name: "hc_up_mix_few_e4m3", Source: "hyper", Threads: (384)},
 		{Name: "hc_up_mix_rows_bf16", Source: "hyper", Threads: (384)},

@@ -282,6 +282,7 @@ const (
 	// HyperParts is how many sums hc_down makes of a row for each of its results, at most, and its squares.
 	HyperParts  = 16
 	upColumns   = 24 // columns of a block of hc_up_mix
+	upTwo       = 2  // rows whose operands pairs of blocks make, of E4M3 weights
 	upFew       = 4  // blocks that share the work before the product, with two to four rows
 	upCluster   = 8  // the same with more
 	routerUnits = 7  // pairs of rows of a block of the router
@@ -372,10 +373,13 @@ func (l Limits) HcUp(fp8 bool, r, h, low uint32) (Plan, HcUpParams, error) {
 		}
 		// As few as can be, since a GPU does not hold as many blocks in clusters as it has SMs: the last would start when others are over.
 		plan.Grid = (h + n*upColumns - 1) / (n * upColumns) * n
+		if r == upTwo && fp8 { // a pair of blocks finds two SMs anywhere
+			plan.Kernel, plan.Grid = HcUpMixTwoE4m3, max(min(l.SMs, h)/2, (h+2*upColumns-1)/(2*upColumns))*2
+		}
 	}
 	run := (h + plan.Grid - 1) / plan.Grid * bytes
 	plan.Shared = 128 + 4*((run+127)/128*128+64) + 2*r*operandPitch(maxRank)
-	if r == 1 { // hc_down leaves SMs empty, where two blocks must not come to stand
+	if r == 1 || r == upTwo && fp8 { // hc_down leaves SMs empty, where two blocks must not come to stand
 		plan.Shared = max(plan.Shared, l.Half()+128)
 	}
 	return plan, p, nil
