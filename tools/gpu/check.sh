@@ -39,7 +39,7 @@ kernels() {
   start d-replay8   $T $D $A8 -test.run 'TestReplays$' -replays $((${REPLAYS:-50000} * 2 / 5))
   start d-replay16  $T $D $A16 -test.run 'TestReplays$' -replays $((${REPLAYS:-50000} * 2 / 5))
   start planted-far $T $D -test.run 'TestPlantedKey$/^200000'
-  start planted     $T $D -test.run 'TestPlantedKey$/^31000'
+  start planted     $T $D -test.run 'TestPlantedKey$/^(31000|lanes)'
   start k-gemv      $T $K -test.run 'TestGemv$|TestArgmax$'
   start k-hyper     $T $K -test.run 'TestHyper|TestRoutingTies$|TestMicroChain$'
   start k-experts   $T $K -test.run 'TestExperts$'
