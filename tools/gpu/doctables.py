@@ -29,7 +29,7 @@ if tables:
     # Kind of a row, the operation and the kernel that make it up, whether it is a launch's time.
     kinds = [("hc_down", "", "hc_down", 1), ("hc_up_mix", "", "hc_up_mix", 1), ("gdn_in", "gdn", "gemv", 1), ("delta rule", "gdn", "delta_", 1), ("delta output", "gdn", "project", 1),
              ("router", "moe", "router", 1), ("experts up", "moe", "expert_gate_up", 1), ("experts down", "moe", "expert_down", 1), ("qsa_in", "qsa", "gemv", 1),
-             ("prep and score", "qsa", "prep", 1), ("select", "qsa", "select", 1), ("attend", "qsa", "attend", 1), ("merge", "qsa", "merge", 1), ("attention output", "qsa", "project", 1),
+             ("prep, scores and selection", "qsa", "prep_select", 1), ("prep and score", "qsa", "prep", 1), ("select", "qsa", "select", 1), ("attend", "qsa", "attend", 1), ("merge", "qsa", "merge", 1), ("attention output", "qsa", "project", 1),
              ("n-gram embedding, all", "ple|table|ngram", "", 0), ("head, argmax, all", "head|argmax|pick", "", 0), ("begin, embed, carry, report, all", "", "", 0)]
     order = [("bf16", n) for n in (1, 2, 4, 8)] + [("fp8", n) for n in (1, 2, 4, 8)]
     cells, launches = {}, {}
@@ -45,11 +45,13 @@ if tables:
             print(f"{at[0]} {at[1]}: {k['name']} -> {kinds[i][0]}", file=sys.stderr)
     print("\n| Kernel | Launches | 16, one | two | four | eight | 8, one | two | four | eight |\n|---|---|---|---|---|---|---|---|---|---|")
     for i, (title, _, _, each) in enumerate(kinds):
+        if i not in launches:
+            continue
         row = []
         for at in order:
             us, n = cells.get((i, at), (0, 0))
             row.append(f"{us / n if each else us:.1f}" if n else "")
-        print(f"| {title} | {launches.get(i, 0) if each else ''} | " + " | ".join(row) + " |")
+        print(f"| {title} | {launches[i] if each else ''} | " + " | ".join(row) + " |")
     line = lambda title, f: print(f"| {title} | | " + " | ".join(f"{f(tables[at]):,.0f}" if at in tables else "" for at in order) + " |")
     line("Sum", lambda r: sum(k["us"] for k in r.kernels))
     line("Whole", lambda r: r.gpu)

@@ -115,10 +115,11 @@ func TestArmed(t *testing.T) {
 			}
 		}
 	}
-	t.Logf("armed behind %d of %d runs of steps", armed, rounds)
-	if armed < rounds/10 && !testing.Short() { // such tools may wait for each launch
-		t.Error("that is too few")
+	say := t.Errorf
+	if armed >= rounds/10 || testing.Short() { // tools that slow a GPU down may wait for each launch
+		say = t.Logf
 	}
+	say("armed behind %d of %d runs of steps", armed, rounds)
 }
 
 // A GPU that waits in vain, as it does for a process that is stopped, gives up after a while, and the next step is none the worse.

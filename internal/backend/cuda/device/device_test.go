@@ -51,6 +51,30 @@ func open(t testing.TB, o device.Options) *device.Device {
 	return d
 }
 
+// compiled is a program's step.
+func compiled(t testing.TB, d *device.Device, p *backend.Program) backend.Step {
+	t.Helper()
+	st, err := d.Compile(p)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return st
+}
+
+// launched is what a step gives these lanes.
+func launched(t testing.TB, d *device.Device, st backend.Step, in ...backend.LaneRows) backend.Result {
+	t.Helper()
+	q, err := d.Launch(st, &backend.Control{Lanes: in})
+	if err != nil {
+		t.Fatal(err)
+	}
+	res, err := d.Wait(q)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return res
+}
+
 // stored is what kernels are compared with: exact arithmetic, rounded where a kernel stores BF16.
 var stored = optest.Backend{
 	Open: func(_ testing.TB, o optest.Options) backend.Device {
@@ -473,10 +497,7 @@ func TestSpeed(t *testing.T) {
 	}
 	for _, f := range []num.Format{num.FP8RowFP32, num.BF16} {
 		d := open(t, device.Options{Lanes: 1, Tokens: 200})
-		st, err := d.Compile(experts(2560, 640, 32, 10, f)(backend.Pass{Kind: backend.Prefill, Lanes: 1, Rows: 1}))
-		if err != nil {
-			t.Fatal(err)
-		}
+		st := compiled(t, d, experts(2560, 640, 32, 10, f)(backend.Pass{Kind: backend.Prefill, Lanes: 1, Rows: 1}))
 		for i := range 3 {
 			times, err := d.Profile(func() error {
 				_, err := d.Launch(st, &backend.Control{Lanes: []backend.LaneRows{{Tokens: []int32{int32(i)}, Positions: make([][3]int32, 1), Want: backend.WantLast}}})
@@ -491,22 +512,6 @@ func TestSpeed(t *testing.T) {
 	for _, f := range []num.Format{num.FP8RowFP32, num.BF16} {
 		m := optest.NewModel(s, f, 3)
 		d := open(t, device.Options{States: m.States, Lanes: 8, Tokens: 9000, Verify: 6, Carry: 1100})
-		compile := func(p backend.Pass) backend.Step {
-			st, err := d.Compile(m.Program(p))
-			if err != nil {
-				t.Fatal(err)
-			}
-			return st
-		}
-		launch := func(st backend.Step, in ...backend.LaneRows) {
-			q, err := d.Launch(st, &backend.Control{Lanes: in})
-			if err == nil {
-				_, err = d.Wait(q)
-			}
-			if err != nil {
-				t.Fatal(err)
-			}
-		}
 		row := func(lane, n int) backend.LaneRows {
 			in := backend.LaneRows{Lane: lane, Tokens: make([]int32, n), Positions: make([][3]int32, n), Want: backend.WantLast}
 			at := d.Lengths(backend.Lane(lane)).Target
@@ -516,23 +521,23 @@ func TestSpeed(t *testing.T) {
 			}
 			return in
 		}
-		seed := compile(backend.Pass{Kind: backend.Seed, Lanes: 1, Rows: 256})
-		prompt := compile(backend.Pass{Kind: backend.Prefill, Lanes: 1, Rows: 256})
+		seed := compiled(t, d, m.Program(backend.Pass{Kind: backend.Seed, Lanes: 1, Rows: 256}))
+		prompt := compiled(t, d, m.Program(backend.Pass{Kind: backend.Prefill, Lanes: 1, Rows: 256}))
 		begin := time.Now()
 		n := 0
 		for ; n < 2304 && time.Since(begin) < 8*time.Second; n += 256 {
-			launch(prompt, row(0, 256))
-			launch(seed, backend.LaneRows{Lane: 0, Tokens: make([]int32, 256)})
+			launched(t, d, prompt, row(0, 256))
+			launched(t, d, seed, backend.LaneRows{Lane: 0, Tokens: make([]int32, 256)})
 		}
 		t.Logf("%v: %d prompt rows in %v", f, n, time.Since(begin))
 		for _, lanes := range []int{1, 4} {
-			st := compile(backend.Pass{Kind: backend.Decode, Lanes: lanes, Rows: lanes})
+			st := compiled(t, d, m.Program(backend.Pass{Kind: backend.Decode, Lanes: lanes, Rows: lanes}))
 			step := func() {
 				var in []backend.LaneRows
 				for l := range lanes {
 					in = append(in, row(l, 1))
 				}
-				launch(st, in...)
+				launched(t, d, st, in...)
 			}
 			for range 4 {
 				step()

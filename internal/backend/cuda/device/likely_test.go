@@ -36,12 +36,9 @@ func TestLikely(t *testing.T) {
 		}
 		for _, plain := range []bool{true, false} {
 			d := open(t, device.Options{Lanes: 2, Tokens: 64, Verify: rows, Plain: plain})
-			st, err := d.Compile(program)
-			if err != nil {
-				t.Fatal(err)
-			}
+			st := compiled(t, d, program)
 			launch := func(wants ...backend.Want) []backend.LaneResult {
-				ctl := &backend.Control{}
+				var lanes []backend.LaneRows
 				for l, w := range wants {
 					in := backend.LaneRows{Lane: l, Positions: model.Positions(0, rows), Want: w}
 					for i := range rows {
@@ -50,17 +47,9 @@ func TestLikely(t *testing.T) {
 					if err := d.Reset(backend.Lane(l)); err != nil {
 						t.Fatal(err)
 					}
-					ctl.Lanes = append(ctl.Lanes, in)
+					lanes = append(lanes, in)
 				}
-				q, err := d.Launch(st, ctl)
-				if err != nil {
-					t.Fatal(err)
-				}
-				res, err := d.Wait(q)
-				if err != nil {
-					t.Fatal(err)
-				}
-				return res.Lanes
+				return launched(t, d, st, lanes...).Lanes
 			}
 			var logits [2][][]float32
 			var picks [2][]int32

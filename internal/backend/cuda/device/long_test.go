@@ -154,35 +154,12 @@ func TestPlantedKey(t *testing.T) {
 					d := scattered(t, device.Options{States: states, Lanes: 1, Tokens: n + 8, KV: way.kv})
 					defer d.Close()
 					const rows = 512
-					compile := func(p backend.Pass, fill bool) backend.Step {
-						t.Helper()
-						st, err := d.Compile(program(p, fill))
-						if err != nil {
-							t.Fatal(err)
-						}
-						return st
-					}
-					launch := func(st backend.Step, in backend.LaneRows) backend.LaneResult {
-						t.Helper()
-						q, err := d.Launch(st, &backend.Control{Lanes: []backend.LaneRows{in}})
-						if err != nil {
-							t.Fatal(err)
-						}
-						res, err := d.Wait(q)
-						if err != nil {
-							t.Fatal(err)
-						}
-						if len(res.Lanes) == 0 {
-							return backend.LaneResult{}
-						}
-						return res.Lanes[0]
-					}
-					fill := compile(backend.Pass{Kind: backend.Prefill, Lanes: 1, Rows: rows}, true)
+					fill := compiled(t, d, program(backend.Pass{Kind: backend.Prefill, Lanes: 1, Rows: rows}, true))
 					pass := backend.Pass{Kind: backend.Decode, Lanes: 1, Rows: 1}
 					if way.rows > 1 {
 						pass = backend.Pass{Kind: backend.Prefill, Lanes: 1, Rows: way.rows}
 					}
-					last := compile(pass, false)
+					last := compiled(t, d, program(pass, false))
 					if slow, ok := d.Slow(last); way.rows > 1 && (!ok || slices.Contains(slow, "qsa 0")) {
 						t.Fatalf("on the kernels of decoding: %v", slow)
 					}
@@ -197,10 +174,10 @@ func TestPlantedKey(t *testing.T) {
 					first := n + 1 - way.rows
 					for p := 0; p < first; p += rows {
 						m := min(rows, first-p)
-						launch(fill, backend.LaneRows{Tokens: tokens[p : p+m], Positions: model.Positions(p, m)})
+						launched(t, d, fill, backend.LaneRows{Tokens: tokens[p : p+m], Positions: model.Positions(p, m)})
 					}
 					trace := &backend.Trace{}
-					got := launch(last, backend.LaneRows{Tokens: tokens[first:], Positions: model.Positions(first, way.rows), Want: backend.WantLogits, Trace: trace})
+					got := launched(t, d, last, backend.LaneRows{Tokens: tokens[first:], Positions: model.Positions(first, way.rows), Want: backend.WantLogits, Trace: trace}).Lanes[0]
 					line := trace.Selected[0][way.rows-1]
 					selected := 0
 					for _, on := range line {
@@ -239,26 +216,8 @@ func TestPlantedKey(t *testing.T) {
 			var want [][]float32
 			for _, room := range []int{20_000, 11_500} {
 				d := scattered(t, device.Options{States: states, Lanes: len(way.lengths), Tokens: room, KV: way.kv})
-				fill, err := d.Compile(program(backend.Pass{Kind: backend.Prefill, Lanes: 1, Rows: 512}, true))
-				if err != nil {
-					t.Fatal(err)
-				}
-				last, err := d.Compile(program(backend.Pass{Kind: backend.Decode, Lanes: len(way.lengths), Rows: len(way.lengths)}, false))
-				if err != nil {
-					t.Fatal(err)
-				}
-				launch := func(st backend.Step, in ...backend.LaneRows) backend.Result {
-					t.Helper()
-					q, err := d.Launch(st, &backend.Control{Lanes: in})
-					if err != nil {
-						t.Fatal(err)
-					}
-					res, err := d.Wait(q)
-					if err != nil {
-						t.Fatal(err)
-					}
-					return res
-				}
+				fill := compiled(t, d, program(backend.Pass{Kind: backend.Prefill, Lanes: 1, Rows: 512}, true))
+				last := compiled(t, d, program(backend.Pass{Kind: backend.Decode, Lanes: len(way.lengths), Rows: len(way.lengths)}, false))
 				token := func(lane, at int) int32 {
 					if lane%4 == 1 && at%9 != 0 {
 						return blank // most scores are zero then
@@ -271,7 +230,7 @@ func TestPlantedKey(t *testing.T) {
 						for i := range tokens {
 							tokens[i] = token(lane, p+i)
 						}
-						launch(fill, backend.LaneRows{Lane: lane, Tokens: tokens, Positions: model.Positions(p, len(tokens))})
+						launched(t, d, fill, backend.LaneRows{Lane: lane, Tokens: tokens, Positions: model.Positions(p, len(tokens))})
 					}
 				}
 				for step := range 6 {
@@ -279,7 +238,7 @@ func TestPlantedKey(t *testing.T) {
 					for lane, n := range way.lengths {
 						in = append(in, backend.LaneRows{Lane: lane, Tokens: []int32{token(lane, n+step)}, Positions: model.Positions(n+step, 1), Want: backend.WantLogits})
 					}
-					for lane, res := range launch(last, in...).Lanes {
+					for lane, res := range launched(t, d, last, in...).Lanes {
 						if room == 20_000 {
 							want = append(want, slices.Clone(res.Logits[0]))
 						} else if at := step*len(way.lengths) + lane; !slices.Equal(res.Logits[0], want[at]) {

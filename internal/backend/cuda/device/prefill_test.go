@@ -93,10 +93,7 @@ func TestNothingSlow(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		st, err := d.Compile(p)
-		if err != nil {
-			t.Fatal(err)
-		}
+		st := compiled(t, d, p)
 		if slow, ok := d.Slow(st); *artifactFlag != "" && (!ok || len(slow) > 0) {
 			t.Errorf("%v: on the kernels of decoding: %v", kind, slow)
 		} else {

@@ -203,17 +203,11 @@ func TestChain(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		st, err := d.Compile(p)
-		if err != nil {
-			t.Fatal(err)
-		}
+		st := compiled(t, d, p)
 		if p, err = m.Program(backend.Pass{Kind: backend.Verify, Lanes: 3, Rows: 24}, false); err != nil {
 			t.Fatal(err)
 		}
-		judge, err := d.Compile(p)
-		if err != nil {
-			t.Fatal(err)
-		}
+		judge := compiled(t, d, p)
 		for _, l := range which {
 			tokens := make([]int32, lengths[l])
 			for i := range tokens {
@@ -256,14 +250,7 @@ func TestChain(t *testing.T) {
 				}
 			default:
 				for range more + 1 {
-					q, err := d.Launch(st, first)
-					if err != nil {
-						t.Fatal(err)
-					}
-					res, err := d.Wait(q)
-					if err != nil {
-						t.Fatal(err)
-					}
+					res := launched(t, d, st, first.Lanes...)
 					first = &backend.Control{}
 					for i, l := range which {
 						id := res.Lanes[i].Picks[0]

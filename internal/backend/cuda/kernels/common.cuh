@@ -48,7 +48,10 @@ NINFER_DEVICE uint32_t lds16(uint32_t a) {
   return v;
 }
 NINFER_DEVICE void sts64(uint32_t a, uint2 v) { asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(a), "r"(v.x), "r"(v.y) : "memory"); }
-// A store without a branch.
+// Stores without a branch.
+NINFER_DEVICE void sts32_if(bool yes, uint32_t a, float v) {
+  asm volatile("{.reg .pred q; setp.ne.u32 q, %2, 0; @q st.shared.f32 [%0], %1;}" ::"r"(a), "f"(v), "r"((uint32_t)yes) : "memory");
+}
 NINFER_DEVICE void sts64_if(bool yes, uint32_t a, uint2 v) {
   asm volatile("{.reg .pred q; setp.ne.u32 q, %3, 0; @q st.shared.v2.u32 [%0], {%1,%2};}" ::"r"(a), "r"(v.x), "r"(v.y), "r"((uint32_t)yes) : "memory");
 }
@@ -247,6 +250,12 @@ NINFER_DEVICE float warp_sum(float v) {
   return v;
 }
 NINFER_DEVICE uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
+// a / b for a below 2^21, in six instructions: the reciprocal and the product are off by less than the half that is added.
+NINFER_DEVICE uint32_t quotient(uint32_t a, uint32_t b) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"((float)b));
+  return (uint32_t)(((float)a + 0.5f) * r);
+}
 
 // First row of share i of n rows cut into m shares that differ by at most one.
 NINFER_DEVICE uint32_t share_start(uint32_t n, uint32_t m, uint32_t i) {

@@ -36,12 +36,6 @@ NINFER_DEVICE void made(const T*& p) {
 }
 NINFER_DEVICE void made(uint32_t& v) { asm volatile("" : "+r"(v)); }
 
-// a / b for a below 2^21, in six instructions.
-NINFER_DEVICE uint32_t quotient(uint32_t a, uint32_t b) {
-  float r;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"((float)b));
-  return (uint32_t)(((float)a + 0.5f) * r);
-}
 // Share i of n rows cut into m shares that differ by at most one: first row, number.
 NINFER_DEVICE uint2 share_of(uint32_t n, uint32_t m, uint32_t i) {
   const uint32_t each = quotient(n, m), more = n - each * m;

@@ -222,18 +222,6 @@ NINFER_KERNEL(expert_down, ExpertDownParams, kDownThreads, 2) {
   STAMP(9)
 }
 
-// A store without a branch.
-NINFER_DEVICE void sts32_if(bool yes, uint32_t a, float v) {
-  asm volatile("{.reg .pred q; setp.ne.u32 q, %2, 0; @q st.shared.f32 [%0], %1;}" ::"r"(a), "f"(v), "r"((uint32_t)yes) : "memory");
-}
-
-// a / b of small numbers, in six instructions.
-NINFER_DEVICE uint32_t few_quotient(uint32_t a, uint32_t b) {
-  float r;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"((float)b));
-  return (uint32_t)(((float)a + 0.5f) * r);
-}
-
 // Several rows: each row has blocks of its own, each of them a run of the row's tiles, worked on in windows of at most p.window tiles. A window's
 // weights of an expert have a slot. Each of fifteen warps has the same 128 k of two of the window's tiles in every expert, or of the one that is
 // left, and the last warp asks for weights as slots become free. A window's sums are added up when the next one's have been made, so that nothing
@@ -279,7 +267,7 @@ NINFER_KERNEL(expert_down_rows, ExpertDownParams, kDownThreads, 2) {
     const uint32_t tile0 = share_start(tiles, of_row, block), n = share_start(tiles, of_row, block + 1) - tile0;
     const uint32_t windows = ceil_div(n, p.window), each = n / windows;
     sts128(run, make_uint4(tile0, n, windows, row));
-    const uint32_t first = few_quotient(3, pairs);
+    const uint32_t first = quotient(3, pairs);
     sts64(run + 16, make_uint2(each, n - each * windows));
     sts64(run + 24, make_uint2(2 * first, 3 - first * pairs));  // tile and pair of the first share that goes round
   }
@@ -326,7 +314,7 @@ NINFER_KERNEL(expert_down_rows, ExpertDownParams, kDownThreads, 2) {
   const bool live = g == 2 * t;
   const bool turns = warp % 4 < 3;
   const uint32_t mine = turns ? 3 + warp - warp / 4 : warp / 4;
-  uint32_t ta = few_quotient(mine, pairs), pair = mine - ta * pairs;
+  uint32_t ta = quotient(mine, pairs), pair = mine - ta * pairs;
   ta *= 2;
   uint32_t x_first = live ? hs + (pair * 128 + t * 16) * 2 : zeros + 32 * ((g / 2 + 2) & 3), x_step = live ? 2 * p.inner : 0, slot_bytes = slot_room;
   hold(slot_bytes);

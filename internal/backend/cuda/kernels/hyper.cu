@@ -41,13 +41,6 @@ NINFER_DEVICE uint32_t ldg_l2_u16(const bf16* p) {
   return v;
 }
 
-// n / m for n below 2^20, in fewer instructions than a division of whole numbers.
-NINFER_DEVICE uint32_t quotient(uint32_t n, uint32_t m) {
-  float r;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"((float)m));
-  return (uint32_t)(((float)n + 0.5f) * r);
-}
-
 // Two values of the streams after injection, as stored: x + inject * y.
 NINFER_DEVICE uint32_t injected(uint32_t x, uint32_t y, float inject) { return pack_bf16(fmaf(inject, bf16_lo(y), bf16_lo(x)), fmaf(inject, bf16_hi(y), bf16_hi(x))); }
 

@@ -3,15 +3,12 @@
 #include "common.cuh"
 #include "params.h"
 
-// Sixteen bytes past L1 (R7), a store to shared memory and one of a result, without branches.
+// Sixteen bytes past L1 (R7) and a store of a result, without branches.
 NINFER_DEVICE void ldg_l2_if(bool yes, uint4& v, uint64_t at) {
   asm volatile("{.reg .pred q; setp.ne.u32 q, %5, 0; @q ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];}"
                : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
                : "l"(at), "r"((uint32_t)yes)
                : "memory");
-}
-NINFER_DEVICE void sts32_if(bool yes, uint32_t a, float v) {
-  asm volatile("{.reg .pred q; setp.ne.u32 q, %2, 0; @q st.shared.f32 [%0], %1;}" ::"r"(a), "f"(v), "r"((uint32_t)yes) : "memory");
 }
 NINFER_DEVICE void store_result(uint64_t at, float v, uint32_t f32) {
   asm volatile("{.reg .pred q; setp.ne.u32 q, %3, 0; @q st.global.f32 [%0], %1; @!q st.global.u16 [%0], %2;}" ::"l"(at), "f"(v),

@@ -62,12 +62,7 @@ DEVICE uint32_t choose(SelectRoom& room, const uint32_t* key, uint32_t valid, ui
       room.found[1] = need - above - own, room.found[2] = 0;  // all of the window is taken
     }
     __syncthreads();
-    need = room.found[1], count = room.found[2];
-    if (count == 0) {
-      window.lower();
-      continue;
-    }
-    window.narrow(room.found[0]);
+    if (!window.follow(room.found, need, count)) continue;
     if (need == count || count <= kNear) break;
     if (shift == 0) {
       *(uint4*)(room.key + 4 * t) = make_uint4(key[0], key[1], key[2], key[3]);
@@ -113,9 +108,7 @@ NINFER_KERNEL(select_blocks, SelectParams, kSelect, 1) {
   uint32_t* list = p.list + (uint64_t)r * p.list_ld;
   if (n <= p.most) {
     pdl();
-#pragma unroll 1
-    for (uint32_t i = t; i < visible; i += kSelect) list[i] = token_row(pages, i);
-    if (t == 0) p.count[r] = visible;
+    list_all<kSelect>(list, p, pages, r, visible, t);
     return;
   }
   const uint32_t tail = visible - n * p.ratio, end = t < tail ? token_row(pages, n * p.ratio + t) : 0;
@@ -454,9 +447,7 @@ NINFER_KERNEL(select_shared, SelectParams, kSelect, kShareBlocks) {
     if (rank) return;
     const uint32_t* pages = p.pages + (uint64_t)row.slot * p.pages_ld;
     uint32_t* list = p.list + (uint64_t)r * p.list_ld;
-#pragma unroll 1
-    for (uint32_t i = t; i < visible; i += kSelect) list[i] = token_row(pages, i);
-    if (t == 0) p.count[r] = visible;
+    list_all<kSelect>(list, p, pages, r, visible, t);
     return;
   }
   const uint32_t per = (n + kShare * 128 - 1) / (kShare * 128) * 128;

@@ -608,12 +608,7 @@ DEVICE uint32_t choose_few(FewRoom& room, uint32_t high, uint32_t valid, uint32_
       room.found[1] = need - above - own, room.found[2] = 0;  // all of the window is taken
     }
     __syncthreads();
-    need = room.found[1], count = room.found[2];
-    if (count == 0) {
-      window.lower();
-      continue;
-    }
-    window.narrow(room.found[0]);
+    if (!window.follow(room.found, need, count)) continue;
     if (need == count || count <= kNear) break;
     if (shift == 0) {
       choose_slowly<kFewWarps>(room, valid, most);
@@ -652,12 +647,6 @@ DEVICE uint32_t choose_few(FewRoom& room, uint32_t high, uint32_t valid, uint32_
   return taken | room.late[t];
 }
 
-DEVICE void await_bytes(const uint64_t& bar) {
-  asm volatile("{.reg .pred p; L: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], 0; @p bra D; bra L; D: }" ::"r"((uint32_t)__cvta_generic_to_shared(&bar))
-               : "memory");
-  __syncwarp();
-}
-
 extern "C" __global__ void __cluster_dims__(kShare, 1, 1) prep_select(const __grid_constant__ PrepSelectParams p);
 NINFER_KERNEL(prep_select, PrepSelectParams, kFew, 2) {
   extern __shared__ __align__(128) uint8_t tiles[];  // a part's index keys
@@ -677,9 +666,7 @@ NINFER_KERNEL(prep_select, PrepSelectParams, kFew, 2) {
   if (n <= p.select.most) {
     pdl();
     if (rank) return;
-#pragma unroll 1
-    for (uint32_t i = t; i < visible; i += kFew) list[i] = token_row(pages, i);
-    if (t == 0) p.select.count[r] = visible;
+    list_all<kFew>(list, p.select, pages, r, visible, t);
     return;
   }
   // Whole pages of sixteen keys.
@@ -725,13 +712,13 @@ NINFER_KERNEL(prep_select, PrepSelectParams, kFew, 2) {
   if (makes) {
     float x[4];
     block_key(p.prep, row, pages, n - 1, angle, norm, raw, x);
-    await_bytes(room.old);
+    await(&room.old, 0);
 #pragma unroll
     for (int j = 0; j < 4; j++) ((bf16*)(tiles + (valid - 1) * 256))[32 * j + lane] = to_bf16(x[j]);
   }
   index_queries(queries, p.prep, r, angle, norm);
   const Fragment q = query_fragment(queries);
-  await_bytes(room.old);
+  await(&room.old, 0);
   share_wait();
   // Sixteen scores at a time go to all blocks: a lane has four of them for one.
   const uint32_t to = there(room.key + from + lane % 4 * 4, lane / 4), to_scored = there(&room.scored, lane / 4);
@@ -753,7 +740,7 @@ NINFER_KERNEL(prep_select, PrepSelectParams, kFew, 2) {
                  : "memory");
   }
   __syncwarp();
-  await_bytes(room.scored);
+  await(&room.scored, 0);
   if (rank == 0 && t < tail) list[p.select.most * 4 + t] = end;
   if (rank == 0 && t == 0) p.select.count[r] = p.select.most * 4 + tail;
   uint32_t high = 0;

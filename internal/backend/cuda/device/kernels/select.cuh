@@ -94,7 +94,23 @@ struct Window {
     const uint32_t wide = 1u << shift();
     base += bin * wide, top = min(top, base + wide);
   }
+  // To where a pass over one block's keys has found the last one to be taken: its bin, how many keys of that are to be taken, and how many it has; 0: it lies
+  // below, and nothing is known yet.
+  DEVICE bool follow(const uint32_t* found, uint32_t& need, uint32_t& count) {
+    need = found[1], count = found[2];
+    if (count) narrow(found[0]);
+    else lower();
+    return count != 0;
+  }
 };
+
+// Lists all visible tokens of row r, if these are few: thread t of a block of T.
+template <uint32_t T>
+DEVICE void list_all(uint32_t* list, const SelectParams& p, const uint32_t* pages, uint32_t r, uint32_t visible, uint32_t t) {
+#pragma unroll 1
+  for (uint32_t i = t; i < visible; i += T) list[i] = token_row(pages, i);
+  if (t == 0) p.count[r] = visible;
+}
 
 // What a block of tokens is written with: rows of its tokens, which lie in one page or not.
 DEVICE void list_block(uint32_t* list, const SelectParams& p, const uint32_t* pages, uint32_t block) {
